@@ -1,0 +1,35 @@
+# The two commands of the README are `make demo` and `make test`; both install what they need.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:  ## what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+# One stamp for the environment: made again when the dependencies change.
+# torch goes first and by version: a range would let pip take a larger build than is wanted.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,transformers,bench,dev]'
+	touch $@
+
+demo: $(VENV)/installed  ## a small MiniMax-M3 generates through every KV format, beside eager attention
+	$(BIN)/msattn demo --out out
+
+test: $(VENV)/installed  ## all tests that this machine can run
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/installed  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

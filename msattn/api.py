@@ -1,0 +1,62 @@
+"""A whole sparse attention layer: the stages in order, on one screen."""
+
+from __future__ import annotations
+
+import torch
+
+from .attend import attend
+from .cache import IndexCache, KVCache, Scale
+from .indexer import index_select
+from .plan import Plan
+from .store import store_index_k, store_kv
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    cache: KVCache,
+    index: IndexCache,
+    plan: Plan,
+    slot_mapping: torch.Tensor,
+    *,
+    index_plan: Plan | None = None,
+    index_slot_mapping: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    q_scale: Scale | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Store the step's keys and values, select blocks for its queries, attend over them.
+
+    Args:
+        q: ``[T, Hq, D]``; k, v: ``[T, Hkv, D]``; index_q: ``[T, Hi, Di]``; index_k: ``[T, Di]``.
+            Queries and keys are normed and roped.
+        cache, index: the layer's pools.
+        plan: the step.
+        slot_mapping: ``[T]`` int64, ``page * 128 + offset``, negative = do not store.
+        index_plan, index_slot_mapping: where the index cache's pages are not the KV cache's.
+        softmax_scale, q_scale, out, return_lse: as for :func:`msattn.attend`.
+        impl: one for every stage.
+
+    Returns:
+        What :func:`msattn.attend` returns.
+    """
+    index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
+    store_kv(k, v, cache, slot_mapping, impl=impl)
+    store_index_k(index_k, index, index_slots, impl=impl)
+    block_ids = index_select(index_q, index, index_plan or plan, impl=impl)
+    return attend(
+        q,
+        cache,
+        block_ids,
+        plan,
+        softmax_scale=softmax_scale,
+        q_scale=q_scale,
+        out=out,
+        return_lse=return_lse,
+        impl=impl,
+    )

@@ -1,0 +1,118 @@
+"""Stage 4: softmax attention over the selected blocks alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .cache import KVCache, Scale
+from .checks import fail, require_output, require_tensor, require_type
+from .dispatch import Problem, choose
+from .indexer import require_rows
+from .plan import Plan
+from .store import MODEL_DTYPES
+
+QUERY_DTYPES = (*MODEL_DTYPES, torch.float8_e4m3fn)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    *,
+    softmax_scale: float | None = None,
+    q_scale: Scale | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_out: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query token over the visible keys of its blocks.
+
+    Equivalent to, for token t at position p, query head h and its KV head ``h // group_size``::
+
+        seen = [j for j in range(p + 1) if j // 128 in block_ids[t, h // group_size]]
+        logits = softmax_scale * q_scale * q[t, h] @ K[seen].T
+        out[t, h], lse[t, h] = softmax(logits) @ V[seen], logsumexp(logits)
+
+    Args:
+        q: ``[T, Hq, D]`` bf16, fp16, fp32 or float8_e4m3fn, any strides.
+        cache: the layer's keys and values.
+        block_ids: ``[T, Hkv, K]`` int32, any K, any strides, in any order. Ids that name no visible
+            block (-1, too large) are ignored wherever they stand; a duplicate counts once.
+        plan: the step.
+        softmax_scale: default ``head_dim ** -0.5``.
+        q_scale: dequantisation factor of a float8_e4m3fn query, a float or an fp32 tensor of one
+            element; default 1.
+        out: ``[T, Hq, D]`` of q's dtype (bf16, fp16 or fp32 for an fp8 query), any strides.
+        return_lse: also return the LSE.
+        lse_out: ``[T, Hq]`` fp32, any strides; implies return_lse.
+        impl: ``"auto"``, ``"reference"``, ``"triton"`` or ``"hopper"``.
+
+    Returns:
+        out ``[T, Hq, D]`` (bf16 for an fp8 query), or ``(out, lse)`` with the natural logarithm of
+        the sum of the exponentiated, scaled logits, ``[T, Hq]`` fp32. A row that sees nothing is
+        exactly 0 with LSE -inf. Rows behind the plan's last query token are not written in a
+        caller's buffer.
+    """
+    require_type("cache", cache, KVCache)
+    require_type("plan", plan, Plan)
+    _check_cache(cache, plan)
+    tokens, config, device = q.shape[0] if q.dim() else 0, plan.config, plan.device
+    q_shape = {"T": None, "Hq": config.num_q_heads, "D": config.head_dim}
+    require_tensor("q", q, dtypes=QUERY_DTYPES, shape=q_shape, device=device)
+    require_rows("q", tokens, plan)
+    ids_shape = {"T": tokens, "Hkv": config.num_kv_heads, "K": None}
+    require_tensor("block_ids", block_ids, dtypes=[torch.int32], shape=ids_shape, device=device)
+    scales = _scales(q, softmax_scale, q_scale)
+    out_dtypes = MODEL_DTYPES if q.dtype == torch.float8_e4m3fn else (q.dtype,)
+    require_output("out", out, dtypes=out_dtypes, shape={**q_shape, "T": tokens}, device=device)
+    lse_shape = {"T": tokens, "Hq": config.num_q_heads}
+    require_output("lse_out", lse_out, dtypes=[torch.float32], shape=lse_shape, device=device)
+
+    if out is None:
+        out = torch.zeros(q.shape, dtype=out_dtypes[0], device=device)
+    lse = lse_out
+    if lse is None and return_lse:
+        lse = torch.full(tuple(lse_shape.values()), -math.inf, dtype=torch.float32, device=device)
+    if tokens:
+        problem = Problem("attend", device, config, cache.format, q.dtype)
+        choose(impl, problem)(q, cache, block_ids, plan, *scales, out, lse)
+    return out if lse is None else (out, lse)
+
+
+def _check_cache(cache: KVCache, plan: Plan) -> None:
+    config = plan.config
+    if cache.format != plan.kv_format:
+        raise fail("cache", f"the plan's format {plan.kv_format}", cache.format)
+    if cache.device != plan.device:
+        raise fail("cache", f"device {plan.device}", cache.device)
+    if (cache.num_kv_heads, cache.head_dim) != (config.num_kv_heads, config.head_dim):
+        raise fail(
+            "cache",
+            f"num_kv_heads={config.num_kv_heads}, head_dim={config.head_dim}",
+            f"{cache.num_kv_heads}, {cache.head_dim}",
+        )
+
+
+def _scales(
+    q: torch.Tensor, softmax_scale: float | None, q_scale: Scale | None
+) -> tuple[float, Scale]:
+    """The two factors of a logit; a tensor q_scale stays on the device, as a 0-d view."""
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise fail("softmax_scale", "a finite float", scale)
+    if q_scale is None:
+        return float(scale), 1.0
+    if q.dtype != torch.float8_e4m3fn:
+        raise fail("q_scale", "None for a query that is not float8_e4m3fn", q_scale)
+    if isinstance(q_scale, torch.Tensor):
+        require_tensor("q_scale", q_scale, dtypes=[torch.float32], device=q.device)
+        if q_scale.numel() != 1:
+            raise fail("q_scale", "one element", list(q_scale.shape))
+        return float(scale), q_scale.reshape(())
+    if not isinstance(q_scale, (int, float)) or not math.isfinite(q_scale) or q_scale <= 0:
+        raise fail("q_scale", "a finite float > 0 or a tensor", q_scale)
+    return float(scale), float(q_scale)

@@ -1,0 +1,294 @@
+"""KVCache and IndexCache: paged pools of K, V and index keys, allocated or wrapped as they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .checks import fail, one_of, require_int, require_tensor, require_type
+from .config import BLOCK_SIZE, MSAConfig
+from .kv_format import KV_FORMATS, KVFormat
+
+Scale = float | torch.Tensor
+Pool = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Nvfp4Views(NamedTuple):
+    """The four areas of an NVFP4 pool, as strided views of it.
+
+    A page holds ``2 * Hkv`` slots of 9216 bytes (D = 128), slot ``2 * head + side``, side 0 = K, 1
+    = V.
+    A slot is one run: byte ``token * 64 + d // 2`` holds element d (even d in the low nibble), then
+    from byte 8192 the E4M3 scales of groups of 16: K's at ``token * 8 + group``, V's in token quads
+    at ``token // 4 * 32 + group * 4 + token % 4``. The layout is vLLM's.
+    """
+
+    k_codes: torch.Tensor  # [pages, Hkv, 128, D/2] uint8
+    k_scales: torch.Tensor  # [pages, Hkv, 128, D/16] float8_e4m3fn
+    v_codes: torch.Tensor  # [pages, Hkv, 128, D/2] uint8
+    v_scales: (
+        torch.Tensor
+    )  # [pages, Hkv, 32, D/16, 4] float8_e4m3fn: quad, group, token of the quad
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Paged K and V of one layer: ``stored = x / scale`` on write, ``x = stored * scale`` on read.
+
+    Slot ``page * 128 + offset`` holds one token. Build it with :meth:`allocate` or
+    :meth:`from_tensor`; both check everything.
+    """
+
+    # Plain: [pages, Hkv, 128, 2*D] or a pair (K, V) of [pages, Hkv, 128, D];
+    # NVFP4: [pages, 2*Hkv, 128, 72] uint8.
+    tensor: Pool
+    format: KVFormat  # how the numbers are stored
+    k_scale: Scale  # float, fp32 tensor of one element, or fp32 [Hkv, pages * 128]
+    v_scale: Scale  # as k_scale
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def allocate(
+        cls,
+        num_pages: int,
+        config: MSAConfig,
+        kv_format: object = "bf16",
+        *,
+        device: torch.device | str | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+    ) -> KVCache:
+        """A zeroed pool of ``num_pages`` pages; ``kv_format`` is a name, a dtype or a KVFormat."""
+        require_int("num_pages", num_pages, at_least=0)
+        require_type("config", config, MSAConfig)
+        fmt = KVFormat.parse(kv_format)
+        shape = (num_pages, *fmt.page_shape(config))
+        tensor = torch.zeros(shape, dtype=fmt.storage_dtype, device=device)
+        return cls.from_tensor(tensor, config, fmt, k_scale=k_scale, v_scale=v_scale)
+
+    @classmethod
+    def from_tensor(
+        cls,
+        tensor: Pool,
+        config: MSAConfig,
+        kv_format: object,
+        *,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+    ) -> KVCache:
+        """Wrap an engine's own pool; nothing is copied, and writes go into ``tensor``.
+
+        Args:
+            tensor: plain formats: ``[pages, Hkv, 128, 2*D]``, K then V in the last axis, or a pair
+                (K, V) of ``[pages, Hkv, 128, D]``. Any strides, the last one 1: token-major (NHD)
+                pools come as ``pool.transpose(1, 2)``, interleaved layers as a slice. FP8 pools may
+                be uint8.
+                NVFP4: uint8 ``[pages, 2*Hkv, 128, 72]`` (D = 128) whose last two strides are 72, 1.
+            kv_format: a name, a dtype or a KVFormat.
+            k_scale, v_scale: dequantisation factors, default 1: a positive float, an fp32 tensor of
+                one element (any shape and offset, read when a stage runs), or fp32 ``[Hkv, pages *
+                128]``, one per head and slot (not for NVFP4, where it is the global scale).
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: an argument that does not fit, by name.
+        """
+        require_type("config", config, MSAConfig)
+        fmt = KVFormat.parse(kv_format)
+        pool = _as_pool(tensor, config, fmt)
+        first = pool[0] if isinstance(pool, tuple) else pool
+        scales = {
+            name: _as_scale(name, value, config, fmt, first.shape[0], first.device)
+            for name, value in (("k_scale", k_scale), ("v_scale", v_scale))
+        }
+        return cls(pool, fmt, **scales, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+    @property
+    def num_pages(self) -> int:
+        return self._first.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._first.device
+
+    @property
+    def k(self) -> torch.Tensor:
+        """K of a plain format: a view ``[pages, Hkv, 128, D]``."""
+        return self._side(0)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """V of a plain format: a view ``[pages, Hkv, 128, D]``."""
+        return self._side(1)
+
+    def nvfp4_views(self) -> Nvfp4Views:
+        """Codes and block scales of an NVFP4 pool."""
+        assert self.format.scale_group and isinstance(self.tensor, torch.Tensor)
+        pool, heads, dim = self.tensor, self.num_kv_heads, self.head_dim
+        page, slot = pool.stride(0), pool.stride(1)
+        groups, code_bytes = dim // 16, BLOCK_SIZE * dim // 2
+
+        def area(
+            side: int, at: int, shape: tuple[int, ...], strides: tuple[int, ...]
+        ) -> torch.Tensor:
+            return pool.as_strided(
+                (pool.shape[0], heads, *shape),
+                (page, 2 * slot, *strides),
+                pool.storage_offset() + side * slot + at,
+            )
+
+        codes, code_strides = (BLOCK_SIZE, dim // 2), (dim // 2, 1)
+        quads, quad_strides = (BLOCK_SIZE // 4, groups, 4), (groups * 4, 4, 1)
+        e4m3 = torch.float8_e4m3fn
+        return Nvfp4Views(
+            k_codes=area(0, 0, codes, code_strides),
+            k_scales=area(0, code_bytes, (BLOCK_SIZE, groups), (groups, 1)).view(e4m3),
+            v_codes=area(1, 0, codes, code_strides),
+            v_scales=area(1, code_bytes, quads, quad_strides).view(e4m3),
+        )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of K and V as numbers, scales applied: two tensors ``[pages, Hkv, 128, D]``."""
+        from .reference.pages import read_k, read_v
+
+        pages = torch.arange(self.num_pages, device=self.device)
+        return read_k(self, pages).to(dtype), read_v(self, pages).to(dtype)
+
+    @property
+    def _first(self) -> torch.Tensor:
+        return self.tensor[0] if isinstance(self.tensor, tuple) else self.tensor
+
+    def _side(self, side: int) -> torch.Tensor:
+        assert not self.format.scale_group
+        if isinstance(self.tensor, tuple):
+            return self.tensor[side]
+        return self.tensor.narrow(3, side * self.head_dim, self.head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexCache:
+    """Paged index keys of one layer, one vector per token; always at unit scale."""
+
+    tensor: torch.Tensor  # [pages, 128, Di]
+    format: KVFormat  # bf16, fp16, fp8_e4m3 or fp32
+
+    @classmethod
+    def allocate(
+        cls,
+        num_pages: int,
+        config: MSAConfig,
+        dtype: object = torch.bfloat16,
+        *,
+        device: torch.device | str | None = None,
+    ) -> IndexCache:
+        """A zeroed pool of ``num_pages`` pages; ``dtype`` is a torch dtype or a format name."""
+        require_int("num_pages", num_pages, at_least=0)
+        require_type("config", config, MSAConfig)
+        fmt = _index_format(dtype)
+        shape = (num_pages, BLOCK_SIZE, config.index_head_dim)
+        return cls(torch.zeros(shape, dtype=fmt.storage_dtype, device=device), fmt)
+
+    @classmethod
+    def from_tensor(
+        cls, tensor: torch.Tensor, config: MSAConfig, dtype: object | None = None
+    ) -> IndexCache:
+        """Wrap an engine's own pool ``[pages, 128, Di]`` or ``[pages, 1, 128, Di]`` without a copy.
+
+        ``dtype`` defaults to the tensor's; give it for an FP8 pool that is held as uint8.
+        """
+        require_type("config", config, MSAConfig)
+        pool = require_tensor("tensor", tensor)
+        fmt = _index_format(pool.dtype if dtype is None else dtype)
+        pool = pool.squeeze(1) if pool.dim() == 4 and pool.shape[1] == 1 else pool
+        shape = {"pages": None, "tokens": BLOCK_SIZE, "Di": config.index_head_dim}
+        return cls(_as_elements("tensor", pool, fmt, shape), fmt)
+
+    @property
+    def num_pages(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.tensor.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+
+def _index_format(dtype: object) -> KVFormat:
+    fmt = KVFormat.parse(dtype, name="dtype")
+    if not fmt.in_index:
+        supported = [f.name for f in KV_FORMATS.values() if f.in_index]
+        raise fail("dtype", f"an index cache dtype: {one_of(supported)}", fmt, NotImplementedError)
+    return fmt
+
+
+def _as_pool(tensor: Any, config: MSAConfig, fmt: KVFormat) -> Pool:
+    """``tensor`` with its layout checked and raw FP8 bytes viewed as numbers."""
+    heads, tokens, content = fmt.page_shape(config)
+    if isinstance(tensor, (tuple, list)):
+        if fmt.scale_group or len(tensor) != 2:
+            raise fail(
+                "tensor",
+                f"one tensor in format {fmt}" if fmt.scale_group else "a pair (K, V)",
+                f"{len(tensor)} tensors",
+            )
+        half = {"pages": None, "Hkv": heads, "tokens": tokens, "D": config.head_dim}
+        k = _as_elements("tensor[0]", tensor[0], fmt, half)
+        v = _as_elements("tensor[1]", tensor[1], fmt, {**half, "pages": k.shape[0]})
+        if v.device != k.device:
+            raise fail("tensor[1]", f"device {k.device}", v.device)
+        return k, v
+    if not fmt.scale_group:
+        shape = {"pages": None, "Hkv": heads, "tokens": tokens, "2*D": content}
+        return _as_elements("tensor", tensor, fmt, shape)
+    pool = _as_elements(
+        "tensor", tensor, fmt, {"pages": None, "2*Hkv": heads, "tokens": tokens, "bytes": content}
+    )
+    if pool.numel() and (pool.stride(2) != content or pool.stride(1) < tokens * content):
+        raise fail(
+            "tensor",
+            f"each slot one run of {tokens * content} bytes (strides [.., .., {content}, 1])",
+            f"strides {list(pool.stride())}",
+        )
+    return pool
+
+
+def _as_elements(
+    name: str, value: object, fmt: KVFormat, shape: dict[str, int | None]
+) -> torch.Tensor:
+    dtypes = [fmt.storage_dtype, torch.uint8] if fmt.is_fp8 else [fmt.storage_dtype]
+    tensor = require_tensor(name, value, dtypes=dtypes, shape=shape)
+    if tensor.numel() and tensor.stride(-1) != 1:
+        raise fail(name, "a last stride of 1", f"strides {list(tensor.stride())}")
+    return tensor.view(fmt.storage_dtype)
+
+
+def _as_scale(
+    name: str,
+    scale: Scale | None,
+    config: MSAConfig,
+    fmt: KVFormat,
+    num_pages: int,
+    device: torch.device,
+) -> Scale:
+    """A float, a 0-d view of a one-element tensor, or the per-slot tensor."""
+    if scale is None:
+        return 1.0
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        if not (math.isfinite(scale) and scale > 0):
+            raise fail(name, "a finite number > 0", scale)
+        return float(scale)
+    if not isinstance(scale, torch.Tensor):
+        raise fail(name, "a float or a torch.Tensor", type(scale).__name__, TypeError)
+    require_tensor(name, scale, dtypes=[torch.float32], device=device)
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if not fmt.slot_scales:
+        raise fail(name, f"one element in format {fmt}", list(scale.shape), NotImplementedError)
+    require_tensor(name, scale, shape={"Hkv": config.num_kv_heads, "slots": num_pages * BLOCK_SIZE})
+    return scale

@@ -1,0 +1,81 @@
+"""One wording for every error about user input: ``<argument>: expected <what>, got <what>``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Shape = Mapping[str, int | None]
+
+
+def fail(name: str, expected: str, got: object, error: type[Exception] = ValueError) -> Exception:
+    """The exception for argument ``name``; the caller raises it, so that checkers see the exit."""
+    return error(f"{name}: expected {expected}, got {got}")
+
+
+def require_int(name: str, value: object, *, at_least: int) -> None:
+    """``value`` is a Python int (no bool) of at least ``at_least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise fail(name, "an int", f"{type(value).__name__} {value!r}", TypeError)
+    if value < at_least:
+        raise fail(name, f"an int >= {at_least}", value)
+
+
+def require_type(name: str, value: object, kind: type) -> None:
+    """``value`` is an instance of ``kind``."""
+    if not isinstance(value, kind):
+        raise fail(name, f"msattn.{kind.__name__}", type(value).__name__, TypeError)
+
+
+def require_tensor(
+    name: str,
+    value: object,
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+    shape: Shape | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Return ``value`` once it is a tensor of one of ``dtypes``, of ``shape``, on ``device``.
+
+    ``shape`` maps a label to its size, None where any size will do: ``{"T": None, "Hkv": 4}``.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise fail(name, "a torch.Tensor", type(value).__name__, TypeError)
+    if dtypes is not None and value.dtype not in dtypes:
+        raise fail(name, f"dtype {one_of(dtypes)}", value.dtype, TypeError)
+    if shape is not None and not _matches(value.shape, shape):
+        raise fail(name, f"shape {_describe(shape)}", list(value.shape))
+    if device is not None and value.device != device:
+        raise fail(name, f"device {device}", value.device)
+    return value
+
+
+def require_output(
+    name: str,
+    out: torch.Tensor | None,
+    *,
+    dtypes: Sequence[torch.dtype],
+    shape: Shape,
+    device: torch.device,
+) -> None:
+    """A caller's output buffer, when there is one, can take the result without a copy or a cast."""
+    if out is not None:
+        require_tensor(name, out, dtypes=dtypes, shape=shape, device=device)
+
+
+def one_of(values: Sequence[object]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    words = [str(v) for v in values]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _matches(got: torch.Size, shape: Shape) -> bool:
+    return len(got) == len(shape) and all(
+        want is None or have == want for have, want in zip(got, shape.values(), strict=True)
+    )
+
+
+def _describe(shape: Shape) -> str:
+    sizes = (label if size is None else f"{label}={size}" for label, size in shape.items())
+    return "[" + ", ".join(sizes) + "]"

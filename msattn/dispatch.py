@@ -1,0 +1,167 @@
+"""How a stage is served: its implementations, why one cannot serve, and the choice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from . import env
+from .arch import device_name
+from .checks import fail, one_of, require_type
+from .config import MSAConfig
+from .kv_format import KVFormat
+from .plan import Plan
+
+STAGES = (
+    "store_kv",
+    "store_index_k",
+    "index_scores",
+    "select_blocks",
+    "index_select",
+    "attend",
+    "merge_states",
+)
+"""The stages of a layer, in the order of the algorithm."""
+
+IMPLEMENTATION_NAMES = ("hopper", "triton", "reference")
+"""In the order in which ``impl="auto"`` tries them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What an implementation looks at when it says whether it can serve."""
+
+    stage: str
+    device: torch.device
+    config: MSAConfig | None = None  # None where the stage does not depend on it
+    kv_format: KVFormat | None = None  # format of the cache that the stage reads or writes
+    query_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to serve a stage: ``module`` holds a function with the stage's name."""
+
+    name: str
+    module: str  # relative to this package, imported when it is chosen
+    why_not: Callable[[Problem], list[str]] = field(repr=False)
+
+    def load(self, stage: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(import_module(self.module, __package__), stage)
+        return function
+
+
+def _reference_why_not(problem: Problem) -> list[str]:
+    if problem.device.type in ("cpu", "cuda"):
+        return []
+    return [f"runs on cpu and cuda, not on {problem.device.type} (scores are summed in fp64)"]
+
+
+def _reference(module: str) -> Implementation:
+    return Implementation("reference", f".reference.{module}", _reference_why_not)
+
+
+TABLE: dict[str, tuple[Implementation, ...]] = {
+    "store_kv": (_reference("store"),),
+    "store_index_k": (_reference("store"),),
+    "index_scores": (_reference("indexer"),),
+    "select_blocks": (_reference("selection"),),
+    "index_select": (_reference("indexer"),),
+    "attend": (_reference("attend"),),
+    "merge_states": (_reference("combine"),),
+}
+"""The implementations of each stage; a new one is a new row here, and no caller changes."""
+
+
+def choose(impl: str, problem: Problem) -> Callable[..., Any]:
+    """The function that serves ``problem``.
+
+    ``"auto"`` takes the first implementation whose reasons against it are none. A named one that
+    cannot serve raises NotImplementedError with its reasons; nothing else is tried in its place.
+    """
+    _require_name(impl)
+    impl = env.IMPL if impl == "auto" else impl
+    names = IMPLEMENTATION_NAMES if impl == "auto" else (impl,)
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        reasons[name] = reasons_against(name, problem)
+        implementation = _find(problem.stage, name)
+        if implementation is not None and not reasons[name]:
+            _log_choice(problem.stage, name, problem.device)
+            return implementation.load(problem.stage)
+    listed = "; ".join(f"{name}: {', '.join(against)}" for name, against in reasons.items())
+    raise NotImplementedError(f"impl={impl!r} cannot serve {problem.stage}: {listed}")
+
+
+def why_not(
+    stage: str,
+    *,
+    impl: str,
+    plan: Plan | None = None,
+    device: torch.device | str | None = None,
+    config: MSAConfig | None = None,
+    kv_format: object = None,
+    query_dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Why ``impl`` cannot serve ``stage``: a list of reasons, empty when it can.
+
+    Args:
+        stage: ``"store_kv"``, ``"store_index_k"``, ``"index_scores"``, ``"select_blocks"``,
+            ``"index_select"``, ``"attend"`` or ``"merge_states"``.
+        impl: ``"hopper"``, ``"triton"`` or ``"reference"``; ``"auto"`` asks whether any can serve.
+        plan: gives the config, the KV format and the device, where they are not given themselves.
+        device: default: the plan's, else the CPU.
+        config, kv_format, query_dtype: what would be computed; a value that is left out is not held
+            against an implementation.
+    """
+    if stage not in STAGES:
+        raise fail("stage", one_of(STAGES), repr(stage))
+    _require_name(impl)
+    if plan is not None:
+        require_type("plan", plan, Plan)
+        config = config or plan.config
+        kv_format = kv_format or plan.kv_format
+        device = device or plan.device
+    problem = Problem(
+        stage,
+        torch.device(device or "cpu"),
+        config,
+        None if kv_format is None else KVFormat.parse(kv_format),
+        query_dtype,
+    )
+    if impl != "auto":
+        return reasons_against(impl, problem)
+    against = {name: reasons_against(name, problem) for name in IMPLEMENTATION_NAMES}
+    if not all(against.values()):
+        return []
+    return [f"{name}: {reason}" for name, reasons in against.items() for reason in reasons]
+
+
+def reasons_against(name: str, problem: Problem) -> list[str]:
+    """The reasons of the implementation called ``name``, or that there is none of that name."""
+    implementation = _find(problem.stage, name)
+    if implementation is None:
+        available = one_of([i.name for i in TABLE[problem.stage]])
+        return [f"this version has no {name} implementation of {problem.stage} (has {available})"]
+    return implementation.why_not(problem)
+
+
+def _find(stage: str, name: str) -> Implementation | None:
+    return next((i for i in TABLE[stage] if i.name == name), None)
+
+
+def _require_name(impl: object) -> None:
+    if impl != "auto" and impl not in IMPLEMENTATION_NAMES:
+        raise fail("impl", one_of(("auto", *IMPLEMENTATION_NAMES)), repr(impl))
+
+
+@cache
+def _log_choice(stage: str, name: str, device: torch.device) -> None:
+    if env.LOG:
+        print(f"msattn: {stage} is served by {name} on {device_name(device)}", file=sys.stderr)

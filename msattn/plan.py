@@ -1,0 +1,101 @@
+"""Plan: a batch in buffers of its own, prepared once per step and shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .batch import UNMAPPED, Batch
+from .checks import fail, require_type
+from .config import BLOCK_SIZE, MSAConfig
+from .kv_format import KVFormat
+
+
+@dataclass(eq=False, slots=True)
+class Plan:
+    """What every stage of a step needs; the one object here that changes, through :meth:`update`.
+
+    The tensors keep their addresses for the plan's life, so that a captured CUDA graph stays valid.
+    The host bounds only ever grow.
+    """
+
+    config: MSAConfig
+    kv_format: KVFormat
+    cu_seqlens_q: torch.Tensor  # [R + 1] int32, the plan's own copy
+    seq_lens: torch.Tensor  # [R] int32, the plan's own copy
+    page_table: torch.Tensor  # [R, B] int32, the plan's own copy
+    max_query_len: int  # at least every request's query tokens
+    max_seq_len: int  # at least every seq_lens entry
+    num_tokens: int | None  # query tokens of the step, where the host knows them
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the buffers hold; a smaller batch leaves the last ones empty."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Width of a score row: blocks of the longest request the bounds allow."""
+        return min(-(-self.max_seq_len // BLOCK_SIZE), self.page_table.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    def update(self, batch: Batch) -> None:
+        """Take over another step's batch, in place and without a host sync.
+
+        The batch may have fewer requests and another table width than the plan was made with, never
+        more requests, nor more blocks than the plan's table has columns.
+
+        Raises:
+            ValueError: the batch does not fit. The plan is unchanged then.
+        """
+        require_type("batch", batch, Batch)
+        rows, columns = batch.num_requests, -(-batch.max_seq_len // BLOCK_SIZE)
+        if batch.device != self.device:
+            raise fail("batch", f"device {self.device}", batch.device)
+        if rows > self.num_requests:
+            raise fail("batch", f"at most {self.num_requests} requests, as planned", rows)
+        if min(columns, batch.page_table.shape[1]) > self.page_table.shape[1]:
+            raise fail(
+                "batch",
+                f"max_seq_len at most {self.page_table.shape[1] * BLOCK_SIZE}, as planned",
+                batch.max_seq_len,
+            )
+        self.cu_seqlens_q[: rows + 1].copy_(batch.cu_seqlens_q)
+        self.cu_seqlens_q[rows + 1 :].copy_(
+            batch.cu_seqlens_q[-1:].expand(self.num_requests - rows)
+        )
+        self.seq_lens[:rows].copy_(batch.seq_lens)
+        self.seq_lens[rows:].zero_()
+        width = min(batch.page_table.shape[1], self.page_table.shape[1])
+        self.page_table[:rows, :width].copy_(batch.page_table[:, :width])
+        self.page_table[:rows, width:].fill_(UNMAPPED)
+        self.page_table[rows:].fill_(UNMAPPED)
+        self.max_query_len = max(self.max_query_len, batch.max_query_len)
+        self.max_seq_len = max(self.max_seq_len, batch.max_seq_len)
+        self.num_tokens = batch.num_tokens
+
+
+def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
+    """Prepare a step.
+
+    Args:
+        batch: the step's requests. Its tensors are copied: later steps go through ``plan.update``.
+        config: the model's shapes on this rank.
+        kv_format: format of the KV caches that the plan will be used with.
+    """
+    require_type("batch", batch, Batch)
+    require_type("config", config, MSAConfig)
+    return Plan(
+        config,
+        KVFormat.parse(kv_format),
+        batch.cu_seqlens_q.clone(memory_format=torch.contiguous_format),
+        batch.seq_lens.clone(memory_format=torch.contiguous_format),
+        batch.page_table.clone(memory_format=torch.contiguous_format),
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        num_tokens=batch.num_tokens,
+    )

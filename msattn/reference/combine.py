@@ -1,0 +1,30 @@
+"""Stage 5 in torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .rows import chunks
+
+CHUNK_BYTES = 128 << 20
+
+
+def merge_states(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse_out: torch.Tensor,
+) -> None:
+    for tokens in chunks(out.shape[0], 4 * (len(outs) + 2) * out[0].numel(), CHUNK_BYTES):
+        lse = torch.stack([part[tokens] for part in lses])  # [parts, n, Hq]
+        merged = lse.logsumexp(0)
+        weights = (lse - merged).exp().masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
+        total = torch.zeros(out[tokens].shape, dtype=torch.float32, device=out.device)
+        for part, weight in zip(outs, weights, strict=True):
+            # An empty part is not multiplied: its memory may hold NaN.
+            total += torch.where(weight == 0, 0.0, part[tokens].float() * weight)
+        out[tokens] = total.to(out.dtype)
+        lse_out[tokens] = merged

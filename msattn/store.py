@@ -1,0 +1,86 @@
+"""Stage 1: write a step's new keys, values and index keys into their pages, quantised."""
+
+from __future__ import annotations
+
+import torch
+
+from .cache import IndexCache, KVCache
+from .checks import fail, require_tensor, require_type
+from .config import BLOCK_SIZE
+from .dispatch import Problem, choose
+
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What a model computes keys, values and queries in."""
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    slot_mapping: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write keys and values into their slots: ``stored = x / scale``, rounded to nearest even.
+
+    Args:
+        k, v: ``[T, Hkv, D]`` bf16, fp16 or fp32, any strides.
+        cache: the layer's pool. Finite numbers beyond its format's range saturate; NaN stays NaN.
+        slot_mapping: ``[T]`` int64 or int32, ``page * 128 + offset``; negative = skip this token.
+            Slots of one call are distinct; a later call overwrites.
+        impl: ``"auto"``, ``"reference"``, ``"triton"`` or ``"hopper"``.
+
+    Raises:
+        ValueError: a slot beyond the pool, where slot_mapping is on the CPU; elsewhere it is
+            skipped.
+    """
+    require_type("cache", cache, KVCache)
+    shape = {"T": None, "Hkv": cache.num_kv_heads, "D": cache.head_dim}
+    require_tensor("k", k, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
+    shape["T"] = k.shape[0]
+    require_tensor("v", v, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
+    _require_slots(slot_mapping, k.shape[0], cache.num_pages, cache.device)
+    if k.shape[0] == 0:
+        return
+    serve = choose(impl, Problem("store_kv", k.device, None, cache.format, k.dtype))
+    serve(k, v, cache, slot_mapping)
+
+
+def store_index_k(
+    index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.Tensor, *, impl: str = "auto"
+) -> None:
+    """Write index keys into their slots, at unit scale.
+
+    Args:
+        index_k: ``[T, Di]`` or ``[T, 1, Di]`` bf16, fp16 or fp32, any strides.
+        index: the layer's pool of index keys.
+        slot_mapping: ``[T]`` as for :func:`store_kv`; the index cache may have slots of its own.
+        impl: as for :func:`store_kv`.
+    """
+    require_type("index", index, IndexCache)
+    require_tensor("index_k", index_k, dtypes=MODEL_DTYPES, device=index.device)
+    if index_k.dim() == 3 and index_k.shape[1] == 1:
+        index_k = index_k.squeeze(1)
+    require_tensor("index_k", index_k, shape={"T": None, "Di": index.head_dim})
+    _require_slots(slot_mapping, index_k.shape[0], index.num_pages, index.device)
+    if index_k.shape[0] == 0:
+        return
+    serve = choose(
+        impl, Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
+    )
+    serve(index_k, index, slot_mapping)
+
+
+def _require_slots(
+    slot_mapping: object, num_tokens: int, num_pages: int, device: torch.device
+) -> None:
+    slots = require_tensor(
+        "slot_mapping",
+        slot_mapping,
+        dtypes=[torch.int64, torch.int32],
+        shape={"T": num_tokens},
+        device=device,
+    )
+    limit = num_pages * BLOCK_SIZE
+    if device.type == "cpu" and num_tokens and int(slots.max()) >= limit:
+        raise fail("slot_mapping", f"slots below {limit} ({num_pages} pages)", int(slots.max()))

@@ -1,0 +1,1 @@
+"""What tests, benchmarks, examples and users' acceptance tests share: truth, inputs, comparison."""
