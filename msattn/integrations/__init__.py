@@ -1,0 +1,1 @@
+"""Adapters: they rename, build batches and call the stages; nothing else imports them."""
