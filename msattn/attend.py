@@ -7,7 +7,7 @@ import math
 import torch
 
 from .cache import KVCache, Scale
-from .checks import fail, require_output, require_tensor, require_type
+from .checks import fail, require_number, require_output, require_tensor, require_type
 from .dispatch import Problem, choose
 from .indexer import require_rows
 from .plan import Plan
@@ -60,9 +60,9 @@ def attend(
     require_type("cache", cache, KVCache)
     require_type("plan", plan, Plan)
     _check_cache(cache, plan)
-    tokens, config, device = q.shape[0] if q.dim() else 0, plan.config, plan.device
+    config, device = plan.config, plan.device
     q_shape = {"T": None, "Hq": config.num_q_heads, "D": config.head_dim}
-    require_tensor("q", q, dtypes=QUERY_DTYPES, shape=q_shape, device=device)
+    tokens = require_tensor("q", q, dtypes=QUERY_DTYPES, shape=q_shape, device=device).shape[0]
     require_rows("q", tokens, plan)
     ids_shape = {"T": tokens, "Hkv": config.num_kv_heads, "K": None}
     require_tensor("block_ids", block_ids, dtypes=[torch.int32], shape=ids_shape, device=device)
@@ -101,18 +101,19 @@ def _scales(
     q: torch.Tensor, softmax_scale: float | None, q_scale: Scale | None
 ) -> tuple[float, Scale]:
     """The two factors of a logit; a tensor q_scale stays on the device, as a 0-d view."""
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise fail("softmax_scale", "a finite float", scale)
+    if softmax_scale is None:
+        scale = q.shape[2] ** -0.5
+    else:
+        scale = require_number("softmax_scale", softmax_scale, "a finite number")
     if q_scale is None:
-        return float(scale), 1.0
+        return scale, 1.0
     if q.dtype != torch.float8_e4m3fn:
         raise fail("q_scale", "None for a query that is not float8_e4m3fn", q_scale)
     if isinstance(q_scale, torch.Tensor):
         require_tensor("q_scale", q_scale, dtypes=[torch.float32], device=q.device)
         if q_scale.numel() != 1:
             raise fail("q_scale", "one element", list(q_scale.shape))
-        return float(scale), q_scale.reshape(())
-    if not isinstance(q_scale, (int, float)) or not math.isfinite(q_scale) or q_scale <= 0:
-        raise fail("q_scale", "a finite float > 0 or a tensor", q_scale)
-    return float(scale), float(q_scale)
+        return scale, q_scale.reshape(())
+    return scale, require_number(
+        "q_scale", q_scale, "a finite number > 0 or a tensor", positive=True
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
+from operator import index
 
 import torch
 
-from .checks import fail, require_int, require_tensor
+from .checks import fail, require_int, require_list, require_tensor
 from .config import BLOCK_SIZE
 
 UNMAPPED = -1
@@ -49,10 +50,10 @@ class Batch:
         require_tensor(
             "page_table", self.page_table, dtypes=int32, shape={"R": rows, "B": None}, device=device
         )
+        if self.num_tokens is not None:
+            require_int("num_tokens", self.num_tokens, at_least=0)
         if device.type == "cpu":
             self._check_values()
-        elif self.num_tokens is not None:
-            require_int("num_tokens", self.num_tokens, at_least=0)
 
     @property
     def num_requests(self) -> int:
@@ -83,7 +84,8 @@ class Batch:
             max_query_len, max_seq_len: host bounds; default: the lists' maxima.
             device: where the tensors go; default: the page table's device, else the CPU.
         """
-        query_lens, seq_lens = list(query_lens), list(seq_lens)
+        query_lens = require_list("query_lens", query_lens, "ints")
+        seq_lens = require_list("seq_lens", seq_lens, "ints")
         if len(query_lens) != len(seq_lens):
             raise fail("seq_lens", f"{len(query_lens)} lengths, as query_lens has", len(seq_lens))
         for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
@@ -126,10 +128,27 @@ def _as_table(
     page_table: torch.Tensor | Sequence[Sequence[int]], device: torch.device | str | None
 ) -> torch.Tensor:
     if isinstance(page_table, torch.Tensor):
-        if page_table.dtype not in (torch.int32, torch.int64):
-            raise fail("page_table", "an int32 or int64 tensor", page_table.dtype, TypeError)
-        return page_table.to(device=device or page_table.device, dtype=torch.int32)
-    rows = [list(row) for row in page_table]
-    width = max((len(row) for row in rows), default=0)
-    padded = [row + [UNMAPPED] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(rows), width)
+        table = page_table.to(page_table.device if device is None else device)
+    else:
+        rows = [
+            require_list("page_table", row, "pages")
+            for row in require_list("page_table", page_table, "rows")
+        ]
+        width = max((len(row) for row in rows), default=0)
+        padded = [[*map(_page, row), *[UNMAPPED] * (width - len(row))] for row in rows]
+        table = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(rows), width)
+    if table.dtype not in (torch.int32, torch.int64):
+        raise fail("page_table", "an int32 or int64 tensor", table.dtype, TypeError)
+    if table.dtype == torch.int64:
+        # A number beyond int32 names no page, and must not become one that exists.
+        table = table.clamp(UNMAPPED, torch.iinfo(torch.int32).max).to(torch.int32)
+    return table
+
+
+def _page(entry: object) -> int:
+    try:
+        return index(entry)  # type: ignore[arg-type]
+    except TypeError:
+        raise fail(
+            "page_table", "rows of ints", f"{type(entry).__name__} {entry!r}", TypeError
+        ) from None

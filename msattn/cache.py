@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from .checks import fail, one_of, require_int, require_tensor, require_type
+from .checks import fail, require_int, require_number, require_tensor, require_type
 from .config import BLOCK_SIZE, MSAConfig
-from .kv_format import KV_FORMATS, KVFormat
+from .kv_format import KVFormat
 
 Scale = float | torch.Tensor
 Pool = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -187,7 +186,7 @@ class IndexCache:
         """A zeroed pool of ``num_pages`` pages; ``dtype`` is a torch dtype or a format name."""
         require_int("num_pages", num_pages, at_least=0)
         require_type("config", config, MSAConfig)
-        fmt = _index_format(dtype)
+        fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         shape = (num_pages, BLOCK_SIZE, config.index_head_dim)
         return cls(torch.zeros(shape, dtype=fmt.storage_dtype, device=device), fmt)
 
@@ -201,7 +200,8 @@ class IndexCache:
         """
         require_type("config", config, MSAConfig)
         pool = require_tensor("tensor", tensor)
-        fmt = _index_format(pool.dtype if dtype is None else dtype)
+        dtype = pool.dtype if dtype is None else dtype
+        fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         pool = pool.squeeze(1) if pool.dim() == 4 and pool.shape[1] == 1 else pool
         shape = {"pages": None, "tokens": BLOCK_SIZE, "Di": config.index_head_dim}
         return cls(_as_elements("tensor", pool, fmt, shape), fmt)
@@ -217,14 +217,6 @@ class IndexCache:
     @property
     def device(self) -> torch.device:
         return self.tensor.device
-
-
-def _index_format(dtype: object) -> KVFormat:
-    fmt = KVFormat.parse(dtype, name="dtype")
-    if not fmt.in_index:
-        supported = [f.name for f in KV_FORMATS.values() if f.in_index]
-        raise fail("dtype", f"an index cache dtype: {one_of(supported)}", fmt, NotImplementedError)
-    return fmt
 
 
 def _as_pool(tensor: Any, config: MSAConfig, fmt: KVFormat) -> Pool:
@@ -279,12 +271,8 @@ def _as_scale(
     """A float, a 0-d view of a one-element tensor, or the per-slot tensor."""
     if scale is None:
         return 1.0
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        if not (math.isfinite(scale) and scale > 0):
-            raise fail(name, "a finite number > 0", scale)
-        return float(scale)
     if not isinstance(scale, torch.Tensor):
-        raise fail(name, "a float or a torch.Tensor", type(scale).__name__, TypeError)
+        return require_number(name, scale, "a finite number > 0 or a tensor", positive=True)
     require_tensor(name, scale, dtypes=[torch.float32], device=device)
     if scale.numel() == 1:
         return scale.reshape(())

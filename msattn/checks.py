@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +22,22 @@ def require_int(name: str, value: object, *, at_least: int) -> None:
         raise fail(name, "an int", f"{type(value).__name__} {value!r}", TypeError)
     if value < at_least:
         raise fail(name, f"an int >= {at_least}", value)
+
+
+def require_number(name: str, value: object, expected: str, *, positive: bool = False) -> float:
+    """Return ``value`` as a float once it is a finite number (no bool), above 0 if ``positive``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise fail(name, expected, f"{type(value).__name__} {value!r}", TypeError)
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise fail(name, expected, value)
+    return float(value)
+
+
+def require_list(name: str, value: object, of: str) -> list[Any]:
+    """``value`` as a list, once it is something to iterate over; ``of`` says what it holds."""
+    if not isinstance(value, Iterable):
+        raise fail(name, f"a sequence of {of}", type(value).__name__, TypeError)
+    return list(value)
 
 
 def require_type(name: str, value: object, kind: type) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .checks import fail, require_output, require_tensor
+from .checks import fail, require_list, require_output, require_tensor
 from .dispatch import Problem, choose
 from .store import MODEL_DTYPES
 
@@ -32,7 +32,7 @@ def merge_states(
     Returns:
         ``(out, lse)``. Where every part is empty: exactly 0 and -inf.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = require_list("outs", outs, "tensors"), require_list("lses", lses, "tensors")
     if not outs:
         raise fail("outs", "at least one part", "none")
     if len(lses) != len(outs):

@@ -94,7 +94,8 @@ class MSAConfig:
         def read_heads(attribute: str) -> int:
             value = _read(text, attribute)
             if value is None:
-                raise fail("config", f"a MiniMax-M3 config with {attribute!r}", "none")
+                got = f"{type(config).__name__} without it"
+                raise fail("config", f"a MiniMax-M3 config with {attribute!r}", got)
             return int(value)
 
         num_q_heads, num_kv_heads = (

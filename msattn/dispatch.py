@@ -85,8 +85,7 @@ def choose(impl: str, problem: Problem) -> Callable[..., Any]:
     ``"auto"`` takes the first implementation whose reasons against it are none. A named one that
     cannot serve raises NotImplementedError with its reasons; nothing else is tried in its place.
     """
-    _require_name(impl)
-    impl = env.IMPL if impl == "auto" else impl
+    impl = _resolve(impl)
     names = IMPLEMENTATION_NAMES if impl == "auto" else (impl,)
     reasons: dict[str, list[str]] = {}
     for name in names:
@@ -122,12 +121,16 @@ def why_not(
     """
     if stage not in STAGES:
         raise fail("stage", one_of(STAGES), repr(stage))
-    _require_name(impl)
+    impl = _resolve(impl)
     if plan is not None:
         require_type("plan", plan, Plan)
         config = config or plan.config
         kv_format = kv_format or plan.kv_format
         device = device or plan.device
+    if config is not None:
+        require_type("config", config, MSAConfig)
+    if query_dtype is not None and not isinstance(query_dtype, torch.dtype):
+        raise fail("query_dtype", "a torch.dtype", repr(query_dtype), TypeError)
     problem = Problem(
         stage,
         torch.device(device or "cpu"),
@@ -156,9 +159,12 @@ def _find(stage: str, name: str) -> Implementation | None:
     return next((i for i in TABLE[stage] if i.name == name), None)
 
 
-def _require_name(impl: object) -> None:
-    if impl != "auto" and impl not in IMPLEMENTATION_NAMES:
-        raise fail("impl", one_of(("auto", *IMPLEMENTATION_NAMES)), repr(impl))
+def _resolve(impl: str) -> str:
+    """What ``impl`` stands for: ``"auto"`` for what the environment says, itself by default."""
+    for name, value in (("impl", impl), ("MSATTN_IMPL", env.IMPL)):
+        if value != "auto" and value not in IMPLEMENTATION_NAMES:
+            raise fail(name, one_of(("auto", *IMPLEMENTATION_NAMES)), repr(value))
+    return env.IMPL if impl == "auto" else impl
 
 
 @cache

@@ -60,26 +60,34 @@ class KVFormat:
         return self.bytes_per_page(config) // BLOCK_SIZE
 
     @classmethod
-    def parse(cls, value: object, *, name: str = "kv_format") -> KVFormat:
+    def parse(cls, value: object, *, name: str = "kv_format", for_index: bool = False) -> KVFormat:
         """The format called ``value``: a KVFormat, one of its names, or a torch dtype.
+
+        Args:
+            value: what the user gave for the argument ``name``.
+            for_index: only a format that an index cache may have.
 
         Raises:
             TypeError: another type. ValueError: an unknown name.
-            NotImplementedError: a dtype that no format stores.
+            NotImplementedError: a dtype or a format that is not supported there.
         """
+        supported = one_of(
+            [fmt.name for fmt in KV_FORMATS.values() if fmt.in_index or not for_index]
+        )
+        fmt: KVFormat | None
         if isinstance(value, KVFormat):
-            return value
-        if isinstance(value, torch.dtype):
-            key = str(value).removeprefix("torch.")
-            if key in _BY_NAME:
-                return _BY_NAME[key]
-            raise fail(name, one_of(list(KV_FORMATS)), value, NotImplementedError)
-        if not isinstance(value, str):
+            fmt = value
+        elif isinstance(value, str):
+            fmt = _BY_NAME.get(value.lower().removeprefix("torch."))
+            if fmt is None:
+                raise fail(name, supported, repr(value))
+        elif isinstance(value, torch.dtype):
+            fmt = _BY_NAME.get(str(value).removeprefix("torch."))
+        else:
             raise fail(name, "a str, torch.dtype or KVFormat", type(value).__name__, TypeError)
-        key = value.lower().removeprefix("torch.")
-        if key not in _BY_NAME:
-            raise fail(name, one_of(list(KV_FORMATS)), repr(value))
-        return _BY_NAME[key]
+        if fmt is None or (for_index and not fmt.in_index):
+            raise fail(name, supported, value, NotImplementedError)
+        return fmt
 
 
 KV_FORMATS: dict[str, KVFormat] = {
