@@ -26,7 +26,8 @@ def tiny_model(attn_implementation: str = "eager", *, seed: int = 0) -> MiniMaxM
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Norms multiply by 1 + weight and start at 0: without a jitter, a missing 1 goes unseen.
+            # Norms multiply by 1 + weight and start at 0: without a jitter, a missing 1 goes
+            # unseen.
             if "norm" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
