@@ -79,11 +79,11 @@ def attend(
     group = q.shape[1] // k_pages.shape[1]
     for t, (request, position) in enumerate(tokens(batch)):
         k, v = (history(pages, batch, request, position) for pages in (k_pages, v_pages))
-        for h in range(q.shape[1]):
-            ids = set(block_ids[t, h // group].tolist())
+        for h in range(k_pages.shape[1]):
+            ids, heads = set(block_ids[t, h].tolist()), slice(h * group, (h + 1) * group)
             seen = [j for j in range(position + 1) if j // 128 in ids]
             if seen:
-                logits = scale * (k[seen, h // group] @ q[t, h].double())
-                out[t, h] = logits.softmax(0) @ v[seen, h // group]
-                lse[t, h] = logits.logsumexp(0)
+                logits = scale * (q[t, heads].double() @ k[seen, h].T)
+                out[t, heads] = logits.softmax(-1) @ v[seen, h]
+                lse[t, heads] = logits.logsumexp(-1)
     return out, lse
