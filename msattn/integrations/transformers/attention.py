@@ -33,7 +33,6 @@ from .cache import MsattnCache
 from .step import Step, make_step
 
 NAME = "msattn"
-_PATCHED = (MiniMaxM3VLAttention, MiniMaxM3VLTextModel)
 
 
 def register() -> None:
@@ -44,17 +43,21 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, _other_attention)
     AttentionMaskInterface.register(NAME, _padding_mask)
-    for cls, forward in zip(_PATCHED, (_attention_forward, _text_model_forward), strict=True):
+    for cls, forward in _forwards().items():
         if not hasattr(cls.forward, "_msattn_original"):
             cls.forward = _for_msattn_models(cls.forward, forward)
 
 
 def unregister() -> None:
     """Give transformers its own forwards back; models set to "msattn" no longer run."""
-    for cls in _PATCHED:
+    for cls in _forwards():
         cls.forward = getattr(cls.forward, "_msattn_original", cls.forward)
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+def _forwards() -> dict[Any, Callable[..., Any]]:
+    return {MiniMaxM3VLAttention: _attention_forward, MiniMaxM3VLTextModel: _text_model_forward}
 
 
 def _for_msattn_models(
@@ -236,27 +239,56 @@ class _WithoutBackward(torch.autograd.Function):
         )
 
 
-def _text_model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """MiniMaxM3VLTextModel.forward, with each row's last hidden state repeated over right padding.
+def _text_model_forward(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """MiniMaxM3VLTextModel.forward, made right for padding on any side.
 
-    ``generate`` continues every row from the last column; behind a right-padded prompt it then
-    finds what the prompt's last token gave. What padding gives is of no other use.
+    Positions count the tokens of a row, not its columns. And the hidden state of a row's last token
+    is repeated over the padding behind it: ``generate`` continues every row from the last column.
     """
-    outputs = original(self, *args, **kwargs)
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return outputs
-    hidden = outputs.last_hidden_state  # [B, S, hidden]
-    tokens = mask[:, -hidden.shape[1] :].to(hidden.device, torch.bool)
+    new = input_ids if inputs_embeds is None else inputs_embeds
+    # A static cache's masks come in a dict, one for each type of layer, all of them ours.
+    mask = attention_mask
+    if isinstance(attention_mask, dict):
+        mask = next(iter(attention_mask.values()))
+    padding = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    if padding is not None and new is not None:
+        position_ids = (padding.long().cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+    outputs = original(
+        self,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        **kwargs,
+    )
+    if padding is not None:
+        hidden = outputs.last_hidden_state
+        outputs.last_hidden_state = _repeat_last_token(hidden, padding, past_key_values)
+    return outputs
+
+
+def _repeat_last_token(
+    hidden: torch.Tensor, padding_mask: torch.Tensor, cache: Cache | None
+) -> torch.Tensor:
+    """``hidden`` [B, S, hidden] with each row's last token repeated over the columns behind it."""
+    tokens = padding_mask[:, -hidden.shape[1] :].to(hidden.device, torch.bool)
     column = torch.arange(tokens.shape[1], device=hidden.device)
-    last = column.where(tokens, -1).amax(1)  # [B], -1: the row has no token in this pass
+    last = column.where(tokens, -1).amax(1)  # [B], -1: all of the row's columns are padding
     last_hidden = hidden[torch.arange(len(last), device=hidden.device), last.clamp(min=0)]
-    cache = kwargs.get("past_key_values")
     if isinstance(cache, MsattnCache):
+        # In a chunked prefill, the last token may lie in an earlier chunk.
         if cache.last_hidden is not None:
             last_hidden = last_hidden.where(last.unsqueeze(1) >= 0, cache.last_hidden)
         cache.last_hidden = last_hidden.detach()
-    if not bool(tokens[:, -1].all()):
-        behind = (column > last.unsqueeze(1)).unsqueeze(-1)
-        outputs.last_hidden_state = last_hidden.unsqueeze(1).where(behind, hidden)
-    return outputs
+    behind = (column > last.unsqueeze(1)).unsqueeze(-1)
+    return last_hidden.unsqueeze(1).where(behind, hidden)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...cache import IndexCache, KVCache, Scale
-from ...checks import fail, require_int
+from ...cache import IndexCache, KVCache, Pool
+from ...checks import fail, require_int, require_number
 from ...config import BLOCK_SIZE, MSAConfig
 from ...kv_format import KVFormat
 from .step import Step, make_step
@@ -29,7 +30,7 @@ class MsattnCache(Cache):
         index_dtype: how index keys are stored; default: the KV format, bf16 for 8 and 4 bit ones.
         max_cache_len: tokens of a request to allocate for at the first step; default: grow as
             needed.
-        k_scale, v_scale: dequantisation factors, as for :meth:`msattn.KVCache.from_tensor`.
+        k_scale, v_scale: dequantisation factors of every layer, as for :class:`msattn.KVCache`.
         record_selection: keep the selected block ids of batch row 0, for :meth:`selection`.
     """
 
@@ -40,8 +41,8 @@ class MsattnCache(Cache):
         *,
         index_dtype: object = None,
         max_cache_len: int | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         record_selection: bool = False,
     ) -> None:
         if max_cache_len is not None:
@@ -52,7 +53,8 @@ class MsattnCache(Cache):
         self.index_format = _index_format(self.kv_format, index_dtype)
         self._capacity = max_cache_len
         self.record_selection = record_selection
-        self._scales = {"k_scale": k_scale, "v_scale": v_scale}
+        self.k_scale = require_number("k_scale", k_scale, "a finite number > 0", positive=True)
+        self.v_scale = require_number("v_scale", v_scale, "a finite number > 0", positive=True)
         super().__init__(
             layers=[MsattnLayer(self, kind == SPARSE_LAYER) for kind in text.layer_types]
         )
@@ -228,13 +230,11 @@ class MsattnLayer(CacheLayerMixin):
         """Pools of at least ``num_pages`` pages on ``device``, their content kept."""
         cache = self._cache
         if self.kv is None:
-            self.kv = KVCache.allocate(
-                0, cache.config, cache.kv_format, device=device, **cache._scales
-            )
+            self._wrap(KVCache.allocate(0, cache.config, cache.kv_format, device=device).tensor)
             if self.is_sparse:
                 self.index = IndexCache.allocate(0, cache.config, cache.index_format, device=device)
             self.is_initialized = True
-        if num_pages > self.kv.num_pages:
+        if num_pages > self._num_pages:
             self._replace(lambda pool: _grown(pool, num_pages))
 
     def take_pages(self, pages: torch.Tensor) -> None:
@@ -243,14 +243,21 @@ class MsattnLayer(CacheLayerMixin):
             pages = pages.to(self.kv.device)
             self._replace(lambda pool: pool.view(torch.uint8)[pages].view(pool.dtype))
 
-    def _replace(self, change: Any) -> None:
-        cache = self._cache
+    @property
+    def _num_pages(self) -> int:
+        return 0 if self.kv is None else self.kv.num_pages
+
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         assert self.kv is not None and isinstance(self.kv.tensor, torch.Tensor)
-        self.kv = KVCache.from_tensor(
-            change(self.kv.tensor), cache.config, cache.kv_format, **cache._scales
-        )
+        self._wrap(change(self.kv.tensor))
         if self.index is not None:
-            self.index = IndexCache.from_tensor(change(self.index.tensor), cache.config)
+            self.index = IndexCache.from_tensor(change(self.index.tensor), self._cache.config)
+
+    def _wrap(self, pool: Pool) -> None:
+        cache = self._cache
+        self.kv = KVCache.from_tensor(
+            pool, cache.config, cache.kv_format, k_scale=cache.k_scale, v_scale=cache.v_scale
+        )
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -276,7 +283,7 @@ _ONLY_MSATTN = (
 
 def _index_format(kv_format: KVFormat, index_dtype: object) -> KVFormat:
     if index_dtype is not None:
-        return KVFormat.parse(index_dtype, name="index_dtype")
+        return KVFormat.parse(index_dtype, name="index_dtype", for_index=True)
     same = kv_format.in_index and not kv_format.is_fp8
     return kv_format if same else KVFormat.parse("bf16")
 
