@@ -1,0 +1,136 @@
+"""The commands and their options; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .errors import CliError
+
+app = typer.Typer(
+    help="MiniMax Sparse Attention: what serves it here, and a MiniMax-M3 that runs through it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is one")
+]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; returns its exit code. A wrong use is one sentence on stderr."""
+    command = typer.main.get_command(app)
+    try:
+        return int(
+            command.main(arguments or ["--help"], prog_name="msattn", standalone_mode=False) or 0
+        )
+    except (CliError, typer.TyperException) as error:
+        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+
+
+@app.command("doctor")
+def doctor_command(
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Say what is installed, what serves each stage and KV format, and why not the others."""
+    from . import doctor
+    from .tables import print_sections
+
+    return doctor.run(device, as_json, print_sections)
+
+
+@app.command("generate")
+def generate_command(
+    model: Annotated[
+        str, typer.Option(help='"tiny" (random weights), or the folder of a MiniMax-M3 checkpoint.')
+    ] = "tiny",
+    prompt: Annotated[
+        str | None, typer.Option(help="A text. For tiny, its bytes are the tokens.")
+    ] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help='Token ids, as "5,17,300".')] = None,
+    prompt_length: Annotated[
+        int | None, typer.Option(min=1, help="A prompt of random tokens.", show_default="1100")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="0 only reads the prompt.")] = 32,
+    attn: Annotated[
+        Literal["msattn", "eager", "sdpa"], typer.Option(help="Who computes the attention.")
+    ] = "msattn",
+    kv_format: Annotated[
+        str | None,
+        typer.Option(
+            help="How msattn stores K and V: bf16, fp16, fp8_e4m3, fp8_e5m2, nvfp4, fp32.",
+            show_default="bf16",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run transformers' eager attention too, and compare.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the blocks that each token selects (.png .svg .pdf).")
+    ] = None,
+    plot_layer: Annotated[
+        int | None, typer.Option(help="Layer to draw.", show_default="the last sparse one")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; auto is the checkpoint's, float32 for tiny."),
+    ] = "auto",
+    device: Device = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens of a prefill step.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of tiny's weights and random prompts.")] = 0,
+) -> int:
+    """Continue a prompt with a MiniMax-M3: transformers' model, msattn's attention and cache."""
+    _require_transformers()
+    from . import generate
+
+    return generate.run(
+        generate.Options(
+            model=model,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            prompt_length=prompt_length,
+            max_new_tokens=max_new_tokens,
+            attn=attn,
+            kv_format=kv_format,
+            compare=compare,
+            plot=plot,
+            plot_layer=plot_layer,
+            dtype=dtype,
+            device=device,
+            chunk=chunk,
+            seed=seed,
+        )
+    )
+
+
+@app.command("demo")
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder for the picture; made if missing.")] = Path(
+        "out"
+    ),
+    device: Device = None,
+) -> int:
+    """Run the tiny MiniMax-M3 with every KV format, beside transformers' eager attention."""
+    _require_transformers()
+    from . import demo
+
+    return demo.run(out, device)
+
+
+def _require_transformers() -> None:
+    try:
+        from transformers import MiniMaxM3VLForCausalLM  # noqa: F401
+    except ImportError as error:
+        raise CliError(
+            f"this command needs transformers 5.16.1 or newer: pip install 'msattn[transformers]' "
+            f"({error})"
+        ) from None
