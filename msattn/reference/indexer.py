@@ -61,7 +61,8 @@ def _score_rows(queries: torch.Tensor, index: IndexCache, plan: Plan, rows: Rows
     for some in chunks(num_tiles, block_bytes * plan.num_blocks, CHUNK_BYTES):
         items = tiles.items[some]
         position = rows.position[items].masked_fill(items == EMPTY, -1)
-        table = plan.page_table[tiles.key[some], : int(position.max()) // BLOCK_SIZE + 1].long()
+        seen = min(int(position.max()) // BLOCK_SIZE + 1, plan.num_blocks)
+        table = plan.page_table[tiles.key[some], :seen].long()
         tile_queries = queries[items].transpose(1, 2)  # [tiles, Hi, M, Di]
         for blocks in chunks(table.shape[1], block_bytes * len(items), CHUNK_BYTES):
             part = _score_pages(
