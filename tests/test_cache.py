@@ -69,7 +69,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout._
 
 
 def tensors_of(pool: object) -> tuple[torch.Tensor, ...]:
-    return pool if isinstance(pool, tuple) else (pool,)  # type: ignore[return-value]
+    return pool if isinstance(pool, tuple) else (pool,)
 
 
 def same_memory(a: object, b: object) -> bool:

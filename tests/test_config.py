@@ -62,7 +62,7 @@ def test_defaults_are_minimax_m3() -> None:
 def test_is_a_frozen_value() -> None:
     config = MSAConfig()
     with pytest.raises(FrozenInstanceError):
-        config.topk = 4  # type: ignore[misc]
+        config.topk = 4
     assert config == MSAConfig(topk=16) and hash(config) == hash(MSAConfig(topk=16))
     assert config != MSAConfig(topk=8)
 

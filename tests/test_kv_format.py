@@ -65,7 +65,7 @@ def test_no_name_means_two_formats() -> None:
 def test_a_format_names_itself(fmt: KVFormat) -> None:
     assert KVFormat.parse(fmt) is fmt
     with pytest.raises(FrozenInstanceError):
-        fmt.max_value = 1.0  # type: ignore[misc]
+        fmt.max_value = 1.0
 
 
 @pytest.mark.parametrize("dtype", UNSUPPORTED_DTYPES, ids=str)
