@@ -25,7 +25,10 @@ LEGEND = {
     LONG_RANGE: "long-range: every other block; a vertical stripe is a block that many tokens "
     "read, a second diagonal a fixed distance back",
 }
-MAX_ROWS = 384  # of the image; a row that stands for several tokens shows the share that chose
+UNSELECTED_LEGEND = (
+    "not selected (paler colours: by some tokens of a row); white: later than the token"
+)
+MAX_PIXELS = 384  # of a side; a row that stands for several tokens shows the share that chose
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ def draw(selection: Selection, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for head, panel in enumerate(panels.flat):
-        _draw_head(panel, selection.block_ids[:, head], head)
+        if head < heads:
+            _draw_head(panel, selection.block_ids[:, head], head)
+        panel.set_visible(head < heads)
     for panel in panels[-1]:
         panel.set_xlabel(f"block of {BLOCK_SIZE} keys")
     for panel in panels[:, 0]:
@@ -84,39 +89,48 @@ def draw(selection: Selection, path: Path) -> None:
 
 
 def _draw_head(panel: Any, block_ids: torch.Tensor, head: int) -> None:
-    image = _image(block_ids)
-    panel.imshow(
-        image,
-        aspect="auto",
-        extent=(0, image.shape[1], block_ids.shape[0], 0),
-        interpolation="nearest" if image.shape[1] <= MAX_ROWS else "antialiased",
-    )
+    tokens, blocks = block_ids.shape[0], -(-block_ids.shape[0] // BLOCK_SIZE)
+    row, column = _pixel(tokens), _pixel(blocks)
+    image = _image(block_ids, row, column)
+    extent = (0, image.shape[1] * column, image.shape[0] * row, 0)
+    panel.imshow(image, aspect="auto", extent=extent, interpolation="nearest")
+    panel.set_xlim(0, blocks)
+    panel.set_ylim(tokens, 0)
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in kind_shares(block_ids).items())
     panel.set_title(f"KV head {head}: {shares}", fontsize=10)
     panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.yaxis.set_major_formatter("{x:,.0f}")
     panel.tick_params(labelsize=9)
 
 
 def kind_shares(block_ids: torch.Tensor) -> dict[str, float]:
     """Of the blocks that one head selected, ``[T, topk]``, the share of each kind."""
-    counts = _counts(block_ids, 1).sum(dim=(1, 2))
+    counts = torch.bincount(_kinds(block_ids)[block_ids >= 0], minlength=len(COLOURS))
     return {kind: float(n / counts.sum()) for kind, n in zip(COLOURS, counts, strict=True)}
 
 
-def _image(block_ids: torch.Tensor) -> np.ndarray[Any, Any]:
-    """``[rows, blocks, 3]`` colours of one head's ids ``[T, topk]``."""
+def _pixel(length: int) -> int:
+    """Tokens or blocks of a pixel: a power of two, so that the blocks' edges are sharp."""
+    size = 1
+    while size * MAX_PIXELS < length:
+        size *= 2
+    return size
+
+
+def _image(block_ids: torch.Tensor, row: int, column: int) -> np.ndarray[Any, Any]:
+    """``[rows, columns, 3]`` colours of one head's ids ``[T, topk]``, of ``row`` tokens each."""
     from matplotlib.colors import to_rgb
 
     tokens = block_ids.shape[0]
-    step = -(-tokens // MAX_ROWS)
-    counts = _counts(block_ids, step)  # [kinds, rows, blocks]
-    position = torch.arange(0, tokens, step)
-    tokens_of_row = (tokens - position).clamp(max=step)
-    unseen = torch.arange(counts.shape[2]) > (position + tokens_of_row - 1)[:, None] // BLOCK_SIZE
-    weights = counts / tokens_of_row[:, None]
+    first = torch.arange(0, tokens, row)  # token of each row
+    in_row = (tokens - first).clamp(max=row)
+    weights = _counts(block_ids, row, column) / in_row[:, None]  # [kinds, rows, columns]
+    weights /= weights.sum(0).clamp(min=1)  # a token may have chosen several blocks of a column
+    first_block = torch.arange(weights.shape[2]) * column
+    unseen = first_block > (first + in_row - 1)[:, None] // BLOCK_SIZE
     colours = torch.tensor([to_rgb(colour) for colour in COLOURS.values()])
-    ground = torch.tensor(to_rgb(UNSELECTED)).expand(*unseen.shape, 3).clone()
+    ground = torch.tensor(to_rgb(UNSELECTED)).repeat(*unseen.shape, 1)
     ground[unseen] = torch.tensor(to_rgb(UNSEEN))
     chosen = torch.einsum("krb,kc->rbc", weights, colours)
     image = ground * (1 - weights.sum(0)).unsqueeze(-1) + chosen
@@ -124,18 +138,23 @@ def _image(block_ids: torch.Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def _counts(block_ids: torch.Tensor, step: int) -> torch.Tensor:
-    """``[kinds, rows, blocks]`` fp32: tokens of each run of ``step`` that chose the block."""
+def _kinds(block_ids: torch.Tensor) -> torch.Tensor:
+    """Indices into COLOURS, of ids ``[T, topk]``."""
+    own = torch.arange(block_ids.shape[0])[:, None] // BLOCK_SIZE
+    kinds = torch.full(block_ids.shape, 2)
+    kinds[block_ids == 0] = 0
+    kinds[(block_ids == own) | (block_ids == own - 1)] = 1
+    return kinds
+
+
+def _counts(block_ids: torch.Tensor, row: int, column: int) -> torch.Tensor:
+    """``[kinds, rows, columns]`` fp32: how often the tokens of a row chose blocks of a column."""
     tokens = block_ids.shape[0]
-    blocks, rows = -(-tokens // BLOCK_SIZE), -(-tokens // step)
-    position = torch.arange(tokens)[:, None].expand_as(block_ids)
-    own = position // BLOCK_SIZE
-    kind = torch.full_like(block_ids, 2, dtype=torch.int64)  # indices into COLOURS
-    kind[block_ids == 0] = 0
-    kind[(block_ids == own) | (block_ids == own - 1)] = 1
-    cell = (kind * rows + position // step) * blocks + block_ids
-    counts = torch.bincount(cell[block_ids >= 0], minlength=len(COLOURS) * rows * blocks)
-    return counts.view(len(COLOURS), rows, blocks).float()
+    rows, columns = -(-tokens // row), -(-tokens // (BLOCK_SIZE * column))
+    row_of = torch.arange(tokens)[:, None] // row
+    cell = (_kinds(block_ids) * rows + row_of) * columns + block_ids // column
+    counts = torch.bincount(cell[block_ids >= 0], minlength=len(COLOURS) * rows * columns)
+    return counts.view(len(COLOURS), rows, columns).float()
 
 
 def _add_legend(figure: Any) -> None:
@@ -144,7 +163,8 @@ def _add_legend(figure: Any) -> None:
     patches = [Patch(color=COLOURS[kind], label=text) for kind, text in LEGEND.items()]
     patches.append(
         Patch(
-            color=UNSELECTED, label="not selected (paler colours: by some of the tokens of a row)"
+            color=UNSELECTED,
+            label=UNSELECTED_LEGEND,
         )
     )
     figure.legend(handles=patches, loc="outside lower center", ncols=1, fontsize=9, frameon=False)

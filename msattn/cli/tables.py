@@ -89,12 +89,12 @@ def formats_table(
     eager: Generation, rows: Sequence[tuple[str, Generation, Comparison]], eager_format: str
 ) -> Table:
     """Every KV format, ``(name, run, comparison)``, below the eager run."""
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("attention")
     table.add_column("KV format", style="bold")
-    table.add_column("bytes per\ntoken", justify="right")
+    table.add_column("bytes/\ntoken", justify="right")
     table.add_column(f"{len(eager.tokens)} new\ntokens", no_wrap=True)
-    for name in ("largest\nlogit gap", "prefill\ntokens/s", "decode\ntokens/s"):
+    for name in ("largest\nlogit gap", "prefill\ntok/s", "decode\ntok/s"):
         table.add_column(name, justify="right")
     _add_format(table, "eager", eager_format, eager, "", "")
     for name, run, comparison in rows:
