@@ -6,6 +6,7 @@ import torch
 
 from .attend import attend
 from .cache import IndexCache, KVCache, Scale
+from .checks import fail, require_tensor
 from .indexer import index_select
 from .plan import Plan
 from .store import store_index_k, store_kv
@@ -45,6 +46,10 @@ def sparse_attention(
     Returns:
         What :func:`msattn.attend` returns.
     """
+    # Before anything is written, and by name: the stages would only speak of block_ids.
+    rows = require_tensor("q", q).shape[:1]
+    if require_tensor("index_q", index_q).shape[:1] != rows:
+        raise fail("index_q", f"as many rows as q, {list(rows)}", list(index_q.shape[:1]))
     index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
     store_kv(k, v, cache, slot_mapping, impl=impl)
     store_index_k(index_k, index, index_slots, impl=impl)

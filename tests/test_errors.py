@@ -86,6 +86,18 @@ class World:
                 "out": self.out,
                 "lse_out": self.lse,
             },
+            "sparse_attention": {
+                "q": heads,
+                "k": kv_heads,
+                "v": kv_heads,
+                "index_q": kv_heads,
+                "index_k": kv_heads[:, 0],
+                "cache": self.cache,
+                "index": self.index,
+                "plan": self.plan,
+                "slot_mapping": self.slots,
+                "out": self.out,
+            },
         }[stage]
 
     def call(self, stage: str, **changes: object) -> object:
@@ -376,6 +388,34 @@ STAGES = [
                 "lses[1]: expected shape [T=3, Hq=4], got [4, 3]",
             ),
         )
+    ),
+]
+
+LAYER = [
+    stage_case("sparse_attention", TypeError, "q: expected a torch.Tensor, got NoneType", q=None),
+    stage_case(
+        "sparse_attention",
+        TypeError,
+        "index_q: expected a torch.Tensor, got list",
+        index_q=[],
+    ),
+    stage_case(
+        "sparse_attention",
+        ValueError,
+        "index_q: expected as many rows as q, [3], got [4]",
+        index_q=zeros(4, 2, 128),
+    ),
+    stage_case(
+        "sparse_attention",
+        ValueError,
+        "v: expected shape [T=3, Hkv=2, D=128], got [3, 4, 128]",
+        v=zeros(TOKENS, 4, 128),
+    ),
+    stage_case(
+        "sparse_attention",
+        ValueError,
+        "slot_mapping: expected slots below 384 (3 pages), got 384",
+        slot_mapping=int32(0, 1, 384),
     ),
 ]
 
@@ -912,6 +952,7 @@ CASES = [
     *object_cases(),
     *impl_cases(),
     *STAGES,
+    *LAYER,
     *PLANS,
     *CACHES,
     *BATCHES,
@@ -944,7 +985,9 @@ def test_error(case: Case) -> None:
     assert unchanged(before, world.state()), "written although it failed"
 
 
-@pytest.mark.parametrize("stage", dict.fromkeys(stage for stage, *_ in TENSORS))
+@pytest.mark.parametrize(
+    "stage", [*dict.fromkeys(stage for stage, *_ in TENSORS), "sparse_attention"]
+)
 def test_good_arguments_are_good(stage: str) -> None:
     """Every case above fails for its one change alone, and a stage that runs is seen to write."""
     world = World()
