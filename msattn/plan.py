@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +13,19 @@ from .config import BLOCK_SIZE, MSAConfig
 from .kv_format import KVFormat
 
 
+class Tiles(NamedTuple):
+    """Tiles of neighbouring query rows, none across two requests."""
+
+    request: torch.Tensor  # [n] int32, -1: the tile is not used
+    first_row: torch.Tensor  # [n] int32
+
+
 @dataclass(eq=False, slots=True)
 class Plan:
     """What every stage of a step needs; the one object here that changes, through :meth:`update`.
 
-    The tensors keep their addresses for the plan's life, so that a captured CUDA graph stays valid.
-    The host bounds only ever grow.
+    The tensors keep their addresses for the plan's life, so that a captured CUDA graph stays valid
+    as long as no batch has more rows than any before it. The host bounds only ever grow.
     """
 
     config: MSAConfig
@@ -28,6 +36,10 @@ class Plan:
     max_query_len: int  # at least every request's query tokens
     max_seq_len: int  # at least every seq_lens entry
     num_tokens: int | None  # query tokens of the step, where the host knows them
+    max_rows: int  # query rows that the buffers hold
+    # For each tile size asked for so far: which request, and which first row, each tile has.
+    _tiles: dict[int, Tiles] = field(default_factory=dict, repr=False)
+    _workspaces: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def num_requests(self) -> int:
@@ -77,6 +89,46 @@ class Plan:
         self.max_query_len = max(self.max_query_len, batch.max_query_len)
         self.max_seq_len = max(self.max_seq_len, batch.max_seq_len)
         self.num_tokens = batch.num_tokens
+        if _max_rows(batch) > self.max_rows:
+            self.max_rows = _max_rows(batch)
+            self._tiles.clear()
+        for size, tiles in self._tiles.items():
+            self._fill(tiles, size)
+
+    def tiles(self, size: int) -> Tiles:
+        """The query rows cut into tiles of at most ``size`` rows of one request each.
+
+        The tensors are the plan's: :meth:`update` refreshes them in place.
+        """
+        if size not in self._tiles:
+            # Each request may end in a tile that is not full.
+            count = min(self.max_rows, -(-self.max_rows // size) + self.num_requests)
+            empty = torch.empty((2, count), dtype=torch.int32, device=self.device)
+            self._tiles[size] = Tiles(*empty)
+            self._fill(self._tiles[size], size)
+        return self._tiles[size]
+
+    def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the plan's, at the same address for the same arguments; zeros at first.
+
+        What one stage leaves in it, no later stage may rely on, unless it has the same name.
+        """
+        key = f"{name} {shape} {dtype}"
+        if key not in self._workspaces:
+            self._workspaces[key] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._workspaces[key]
+
+    def _fill(self, tiles: Tiles, size: int) -> None:
+        starts = self.cu_seqlens_q.long()
+        counts = (starts[1:] - starts[:-1] + size - 1) // size
+        ends = counts.cumsum(0)
+        tile = torch.arange(len(tiles.request), device=self.device)
+        request = torch.searchsorted(ends, tile, right=True)
+        used = request < self.num_requests
+        request = request.clamp(max=max(self.num_requests - 1, 0))
+        first_row = starts[request] + (tile - (ends - counts)[request]) * size
+        tiles.request.copy_(request.where(used, -1))
+        tiles.first_row.copy_(first_row)
 
 
 def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
@@ -98,4 +150,11 @@ def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         num_tokens=batch.num_tokens,
+        max_rows=_max_rows(batch),
     )
+
+
+def _max_rows(batch: Batch) -> int:
+    if batch.num_tokens is not None:
+        return batch.num_tokens
+    return batch.num_requests * batch.max_query_len

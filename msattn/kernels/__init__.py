@@ -1,0 +1,1 @@
+"""Device kernels: one folder for each technology, the stages' stems inside."""
