@@ -425,12 +425,12 @@ def test_queries_and_outputs_of_any_strides(strides: str, seed: int) -> None:
     assert_bitwise_equal("out", out, want)
 
 
-@pytest.mark.parametrize(("rows", "logits", "partials"), [(1, 1, 1), (8, 1 << 12, 1 << 16)])
+@pytest.mark.parametrize(("rows", "tiles", "partials"), [(1, 1, 1), (8, 1 << 12, 1 << 16)])
 def test_tiles_and_chunks_of_any_size(
-    rows: int, logits: int, partials: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, tiles: int, partials: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_attend, "TILE_ROWS", rows)
-    monkeypatch.setattr(reference_attend, "LOGIT_BYTES", logits)
+    monkeypatch.setattr(reference_attend, "TILE_BYTES", tiles)
     monkeypatch.setattr(reference_attend, "PARTIAL_BYTES", partials)
     inputs = make(CASES["mixed"], seed=seed)
     check(inputs, make_block_ids(inputs, seed=seed))

@@ -21,7 +21,7 @@ from .tiles import EMPTY, make_tiles
 
 PARTIAL_BYTES = 128 << 20  # partial outputs of a chunk of tokens and one KV head
 TILE_ROWS = 512  # query rows (tokens x group) of the largest tile
-LOGIT_BYTES = 8 << 20  # logits of the tiles computed at a time: about what a CPU's cache holds
+TILE_BYTES = 8 << 20  # logits, or keys, of the tiles computed at a time: what a CPU's cache holds
 TILE_OVERHEAD_ROWS = 96.0  # reading a page costs about as much as 96 rows of products
 
 
@@ -105,7 +105,9 @@ def _attend_pairs(
     largest = max(1, TILE_ROWS // group)
     sizes = [1 << i for i in range(largest.bit_length()) if 1 << i <= largest]
     tiles = make_tiles(pages.flatten()[pairs], pairs, sizes, TILE_OVERHEAD_ROWS / group)
-    at_once = max(1, LOGIT_BYTES // (4 * BLOCK_SIZE * group * tiles.items.shape[1]))
+    # A tile's keys take 4 * 128 * D bytes, which few rows must not make many of.
+    widest = max(group * tiles.items.shape[1], queries.shape[2])
+    at_once = max(1, TILE_BYTES // (4 * BLOCK_SIZE * widest))
     for page, items in zip(tiles.key.split(at_once), tiles.items.split(at_once), strict=True):
         pair = items.where(items != EMPTY, ids.numel())
         states = _attend_tiles(

@@ -43,7 +43,9 @@ def _score_chunks(
     index_q: torch.Tensor, index: IndexCache, plan: Plan, rows: Rows
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Chunks of tokens with their scores ``[Hi, n, num_blocks]``."""
-    for tokens in chunks(rows.num_rows, 4 * index_q.shape[1] * plan.num_blocks, CHUNK_BYTES):
+    _, heads, dim = index_q.shape
+    # Scores become selection keys of 8 bytes; queries are held in fp64, twice.
+    for tokens in chunks(rows.num_rows, 8 * heads * (plan.num_blocks + 2 * dim), CHUNK_BYTES):
         yield tokens, _score_rows(index_q[tokens].double(), index, plan, rows.chunk(tokens))
 
 
