@@ -127,9 +127,10 @@ class TestFromLists:
         with pytest.raises(ValueError, match=r"^max_query_len: expected at least 2, got 1$"):
             Batch.from_lists([2], [5], [[0]], max_query_len=1)
 
-    def test_bounds_of_zero_are_given_bounds(self) -> None:
-        with pytest.raises(ValueError, match=r"^max_seq_len: expected at least 5, got 0$"):
-            Batch.from_lists([1], [5], [[0]], max_seq_len=0)
+    @pytest.mark.parametrize(("bound", "least"), [("max_query_len", 1), ("max_seq_len", 5)])
+    def test_bounds_of_zero_are_given_bounds(self, bound: str, least: int) -> None:
+        with pytest.raises(ValueError, match=rf"^{bound}: expected at least {least}, got 0$"):
+            Batch.from_lists([1], [5], [[0]], **{bound: 0})
 
     @pytest.mark.parametrize(
         "table", [[], torch.empty(0, 0, dtype=torch.int32), torch.empty(0, 4, dtype=torch.int64)]
