@@ -78,7 +78,7 @@ def attend(
     if lse is None and return_lse:
         lse = torch.full(tuple(lse_shape.values()), -math.inf, dtype=torch.float32, device=device)
     if tokens:
-        problem = Problem("attend", device, config, cache.format, q.dtype)
+        problem = Problem("attend", device, config, cache.format, q.dtype, plan.num_blocks)
         choose(impl, problem)(q, cache, block_ids, plan, *scales, out, lse)
     return out if lse is None else (out, lse)
 

@@ -15,6 +15,7 @@ from . import env
 from .arch import device_name
 from .checks import fail, one_of, require_type
 from .config import MSAConfig
+from .kernels.triton.support import why_not as triton_why_not
 from .kv_format import KVFormat
 from .plan import Plan
 
@@ -42,6 +43,7 @@ class Problem:
     config: MSAConfig | None = None  # None where the stage does not depend on it
     kv_format: KVFormat | None = None  # format of the cache that the stage reads or writes
     query_dtype: torch.dtype | None = None
+    num_blocks: int | None = None  # blocks of the longest request that the plan allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,17 @@ def _reference(module: str) -> Implementation:
     return Implementation("reference", f".reference.{module}", _reference_why_not)
 
 
+def _triton(module: str) -> Implementation:
+    return Implementation("triton", f".kernels.triton.{module}", triton_why_not)
+
+
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "store_kv": (_reference("store"),),
     "store_index_k": (_reference("store"),),
     "index_scores": (_reference("indexer"),),
     "select_blocks": (_reference("selection"),),
     "index_select": (_reference("indexer"),),
-    "attend": (_reference("attend"),),
+    "attend": (_triton("attend"), _reference("attend")),
     "merge_states": (_reference("combine"),),
 }
 """The implementations of each stage; a new one is a new row here, and no caller changes."""
@@ -137,6 +143,7 @@ def why_not(
         config,
         None if kv_format is None else KVFormat.parse(kv_format),
         query_dtype,
+        None if plan is None else plan.num_blocks,
     )
     if impl != "auto":
         return reasons_against(impl, problem)

@@ -40,7 +40,9 @@ def select_blocks(
         out = torch.empty(tuple(out_shape.values()), dtype=torch.int32, device=scores.device)
     if out.numel() == 0:
         return out
-    choose(impl, Problem("select_blocks", scores.device, plan.config))(scores, plan, out)
+    choose(impl, Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks))(
+        scores, plan, out
+    )
     return out
 
 

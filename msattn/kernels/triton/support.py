@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MIN_CAPABILITY = (8, 0)
 MAX_BLOCKS = 32768
-"""Blocks of a request that one program's registers hold when it selects: 4 million tokens."""
+"""Blocks of a request that a selecting program holds in registers: 4 million tokens."""
 
 _KV_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -36,6 +36,8 @@ def why_not(problem: Problem) -> list[str]:
     reads_queries = problem.stage in ("index_scores", "index_select", "attend")
     if reads_queries and dtype is not None and dtype not in _QUERY_DTYPES:
         reasons.append(f"queries are {dtype}; tensor cores take 16 bits")
+    if problem.num_blocks is not None and problem.num_blocks > MAX_BLOCKS:
+        reasons.append(f"{problem.num_blocks} blocks of a request are more than {MAX_BLOCKS}")
     return reasons
 
 

@@ -1,0 +1,446 @@
+"""Stage 4 in Triton: a tile of neighbouring tokens walks the union of the blocks that they chose.
+
+Two launches. The first turns the block ids of a tile's tokens into a list without duplicates, with
+the page of each block and the set of tokens that chose it. The second loads every listed page once for
+all rows of the tile (tokens x query heads of a KV head), with an online softmax; rows that did not
+choose a block, and keys that a row does not see, are masked. Few tiles (decode, verification) split
+their lists over several programs; the last one to finish merges.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...cache import KVCache, Scale
+from ...plan import Plan
+from . import launch
+from .tiles import (
+    BLOCK,
+    NVFP4,
+    NVFP4_FACTOR,
+    fp8_to_fp16,
+    load_k_tile,
+    load_scale,
+    load_v_tile,
+)
+
+MAX_LIST = 256
+"""Block ids that one tile's list is made of, where the tile has more than one token."""
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_pages", "num_slots", "max_list"])
+def _union_lists_kernel(
+    block_ids_ptr,  # [T, Hkv, K] int32
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    tile_request_ptr,  # [tiles] int32
+    tile_row_ptr,  # [tiles] int32
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    stride_table,
+    entries_ptr,  # [tiles, Hkv, TOKENS * K] int32: block << 16 | tokens
+    pages_ptr,  # [tiles, Hkv, TOKENS * K] int32
+    counts_ptr,  # [tiles, Hkv] int32
+    num_blocks,
+    num_pages,
+    num_slots,
+    max_list,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,  # K rounded up to a power of two
+):
+    """list = sorted(union of the visible, mapped blocks of a tile's tokens)
+
+    One program: one tile and KV head.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    request = tl.load(tile_request_ptr + tile)
+    out = tile.to(tl.int64) * num_heads + head
+    if request < 0:
+        tl.store(counts_ptr + out, 0)
+        return
+    first_row = tl.load(tile_row_ptr + tile)
+    end_row = tl.load(cu_seqlens_ptr + request + 1)
+    seq_len = tl.load(seq_lens_ptr + request)
+
+    item = tl.arange(0, TOKENS * SLOTS)
+    token, slot = item // SLOTS, item % SLOTS
+    row = first_row + token
+    position = seq_len - (end_row - row)
+    block = tl.load(
+        block_ids_ptr + row.to(tl.int64) * stride_ids_t + head * stride_ids_h + slot * stride_ids_k,
+        mask=(row < end_row) & (slot < num_slots),
+        other=-1,
+    )
+    # An arithmetic shift: position -1 sees blocks up to -1, which is none.
+    seen = (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
+    page = tl.load(page_table_ptr + request * stride_table + block, mask=seen, other=-1)
+    seen = seen & (page >= 0) & (page < num_pages)
+    absent: tl.constexpr = 0x7FFFFFFF
+    key = tl.sort(tl.where(seen, block * TOKENS + token, absent))
+
+    block, token = key // TOKENS, key % TOKENS
+    listed = key != absent
+    _, rank_in_run = tl.associative_scan((block, listed.to(tl.int32)), 0, _count_run)
+    _, tokens = tl.associative_scan((block, 1 << token), 0, _join_run, reverse=True)
+    first = listed & (rank_in_run == 1)
+    at = tl.cumsum(first.to(tl.int32), 0) - 1
+    page = tl.load(page_table_ptr + request * stride_table + block, mask=first, other=0)
+    tl.store(entries_ptr + out * max_list + at, (block << 16) | tokens, mask=first)
+    tl.store(pages_ptr + out * max_list + at, page, mask=first)
+    tl.store(counts_ptr + out, tl.sum(first.to(tl.int32), 0))
+
+
+@triton.jit
+def _count_run(block_a, count_a, block_b, count_b):
+    """Number of the elements so far that have the block of the last one."""
+    return block_b, tl.where(block_a == block_b, count_a + count_b, count_b)
+
+
+@triton.jit
+def _join_run(block_a, tokens_a, block_b, tokens_b):
+    """Tokens of all elements so far that have the block of the last one."""
+    return block_b, tl.where(block_a == block_b, tokens_a | tokens_b, tokens_b)
+
+
+@triton.jit(do_not_specialize=["max_list"])
+def _attend_kernel(
+    q_ptr,  # [T, Hq, D]; e4m3 as bytes
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    k_ptr,  # the pool's K; for NVFP4 its first K slot, uint8
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    v_ptr,
+    stride_v_page,
+    stride_v_head,
+    stride_v_token,
+    q_scale,  # a number, or a pointer
+    k_scale,  # a number, or a pointer to one, or to [Hkv, slots]
+    v_scale,
+    stride_k_scale,  # between heads, for one scale per slot
+    stride_v_scale,
+    softmax_scale_log2,  # softmax_scale * log2(e)
+    tile_request_ptr,
+    tile_row_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    entries_ptr,
+    pages_ptr,
+    counts_ptr,
+    out_ptr,  # [T, Hq, D]
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,  # [T, Hq] fp32
+    stride_lse_t,
+    stride_lse_h,
+    partial_out_ptr,  # [tiles, Hkv, SPLITS, ROWS, D] fp32
+    partial_state_ptr,  # [2, tiles, Hkv, SPLITS, ROWS] fp32: maximum, sum
+    arrivals_ptr,  # [tiles, Hkv] int32, zeros between launches
+    max_list,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    GROUP_ROWS: tl.constexpr,  # rounded up to a power of two
+    ROWS: tl.constexpr,  # TOKENS * GROUP_ROWS, at least 16
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    COMPUTE: tl.constexpr,  # dtype of the matrix products
+    FP8_QUERY: tl.constexpr,
+    Q_SCALE_ON_DEVICE: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr,
+    V_SCALE_ON_DEVICE: tl.constexpr,
+    K_SCALE_PER_SLOT: tl.constexpr,
+    V_SCALE_PER_SLOT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out = softmax(scale * q K^T) V over the listed blocks of each row
+
+    One program: one tile, one KV head, one of SPLITS parts of its list.
+    """
+    split, head = tl.program_id(0), tl.program_id(1)
+    # Late tiles of a prompt have the longest lists; they go first.
+    num_heads, num_tiles = tl.num_programs(1), tl.num_programs(2)
+    tile = num_tiles - 1 - tl.program_id(2)
+    request = tl.load(tile_request_ptr + tile)
+    if request < 0:
+        return
+    first_row = tl.load(tile_row_ptr + tile)
+    end_row = tl.load(cu_seqlens_ptr + request + 1)
+    seq_len = tl.load(seq_lens_ptr + request)
+    group = tile.to(tl.int64) * num_heads + head
+
+    # Rows of the tile: its tokens, and the query heads of each.
+    r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK)
+    token, member = r // GROUP_ROWS, r % GROUP_ROWS
+    row = first_row + token
+    live = (row < end_row) & (token < TOKENS) & (member < GROUP)
+    position = seq_len - (end_row - row)
+    q_head = head * GROUP + member
+    q = tl.load(
+        q_ptr
+        + (row.to(tl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+        + d[None, :] * stride_q_d,
+        mask=live[:, None],
+        other=0,
+    )
+    if FP8_QUERY:
+        q = fp8_to_fp16(q, False, NATIVE_FP8)
+    q = q.to(COMPUTE)  # [ROWS, D]
+
+    scale = softmax_scale_log2 * load_scale(q_scale, Q_SCALE_ON_DEVICE)
+    if not K_SCALE_PER_SLOT:
+        scale *= load_scale(k_scale, K_SCALE_ON_DEVICE)
+    if FORMAT == NVFP4:
+        scale *= NVFP4_FACTOR
+
+    running_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D), tl.float32)
+
+    count = tl.load(counts_ptr + group)
+    per_split = (count + SPLITS - 1) // SPLITS
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, count)
+    for i in tl.range(begin, end, num_stages=STAGES):
+        entry = tl.load(entries_ptr + group * max_list + i)
+        page = tl.load(pages_ptr + group * max_list + i).to(tl.int64)
+        first_key = (entry >> 16) * BLOCK
+        num_keys = seq_len - first_key
+        k_base = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
+        k = load_k_tile(
+            k_base, stride_k_token, num_keys, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
+        )  # [D, BLOCK]
+        s = tl.dot(q, k)
+        if K_SCALE_PER_SLOT:
+            slot = head.to(tl.int64) * stride_k_scale + page * BLOCK + n
+            s *= tl.load(k_scale + slot, mask=n < num_keys, other=0.0)[None, :]
+        chosen = live & (((entry >> token) & 1) != 0)
+        last_key = tl.where(chosen, position - first_key, -1)
+        s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+
+        new_max = tl.maximum(running_max, tl.max(s, 1))
+        # Rows that have seen nothing yet must not compute inf - inf.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
+        p = tl.exp2(s * scale - shift[:, None])
+        rescale = tl.exp2(running_max * scale - shift)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
+        running_max = new_max
+        if V_SCALE_PER_SLOT:
+            slot = head.to(tl.int64) * stride_v_scale + page * BLOCK + n
+            p *= tl.load(v_scale + slot, mask=n < num_keys, other=0.0)[None, :]
+        v_base = v_ptr + page * stride_v_page + head.to(tl.int64) * stride_v_head
+        v = load_v_tile(
+            v_base, stride_v_token, num_keys, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
+        )  # [BLOCK, D]
+        acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None])
+
+    arrived = SPLITS - 1
+    if SPLITS > 1:
+        parts = num_tiles.to(tl.int64) * num_heads * SPLITS * ROWS
+        part = (group * SPLITS + split) * ROWS + r
+        tl.store(partial_out_ptr + part[:, None] * D + d[None, :], acc)
+        tl.store(partial_state_ptr + part, running_max)
+        tl.store(partial_state_ptr + parts + part, running_sum)
+        # All of the program's stores come before its arrival.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            tl.store(arrivals_ptr + group, 0)
+            running_max = tl.full((ROWS,), float("-inf"), tl.float32)
+            for other in tl.static_range(SPLITS):
+                part = (group * SPLITS + other) * ROWS + r
+                part_max = tl.load(partial_state_ptr + part, cache_modifier=".cg")
+                running_max = tl.maximum(running_max, part_max)
+            shift = tl.where(running_max == float("-inf"), 0.0, running_max) * scale
+            running_sum = tl.zeros((ROWS,), tl.float32)
+            acc = tl.zeros((ROWS, D), tl.float32)
+            for other in tl.static_range(SPLITS):
+                part = (group * SPLITS + other) * ROWS + r
+                part_max = tl.load(partial_state_ptr + part, cache_modifier=".cg")
+                part_sum = tl.load(partial_state_ptr + parts + part, cache_modifier=".cg")
+                part_out = tl.load(
+                    partial_out_ptr + part[:, None] * D + d[None, :], cache_modifier=".cg"
+                )
+                weight = tl.exp2(part_max * scale - shift)
+                running_sum += part_sum * weight
+                acc += part_out * weight[:, None]
+    if arrived == SPLITS - 1:
+        empty = running_sum == 0.0
+        out_scale = 1.0 / tl.where(empty, 1.0, running_sum)
+        if not V_SCALE_PER_SLOT:
+            out_scale *= load_scale(v_scale, V_SCALE_ON_DEVICE)
+        if FORMAT == NVFP4:
+            out_scale *= NVFP4_FACTOR
+        out = out_ptr + (row.to(tl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
+        tl.store(
+            out + d[None, :] * stride_out_d,
+            (acc * out_scale[:, None]).to(out_ptr.dtype.element_ty),
+            mask=live[:, None],
+        )
+        if HAS_LSE:
+            lse = (running_max * scale + tl.log2(running_sum)) * 0.6931471805599453
+            lse = tl.where(empty, float("-inf"), lse)
+            at = row.to(tl.int64) * stride_lse_t + q_head * stride_lse_h
+            tl.store(lse_ptr + at, lse, mask=live)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Constants of a launch of the attend kernel; no one depends on a batch's lengths."""
+
+    tokens: int  # query tokens of a tile
+    splits: int  # programs that share a tile's list
+    warps: int
+    stages: int
+
+
+def choose(plan: Plan, slots: int, tile_rows: int = 128) -> Config:
+    """Constants for ``slots`` block ids per token.
+
+    A tile has at most ``tile_rows`` rows, 8 tokens (more of them share too little), and 256 block
+    ids. Lists are split while there are fewer programs than the GPU runs at a time.
+    """
+    group_rows = triton.next_power_of_2(plan.config.group_size)
+    tokens = min(
+        triton.next_power_of_2(max(plan.max_query_len, 1)),
+        max(1, tile_rows // group_rows),
+        max(1, MAX_LIST // triton.next_power_of_2(max(slots, 1))),
+        8,
+    )
+    programs = len(plan.tiles(tokens).request) * plan.config.num_kv_heads
+    wanted = 2 * launch.num_processors(plan.device) // max(programs, 1)
+    splits = min(launch.power_of_two_below(wanted), 16, launch.power_of_two_below(slots))
+    rows = tokens * group_rows
+    return Config(tokens, max(splits, 1), 8 if rows > 64 else 4, 3 if rows <= 64 else 2)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    config = choose(plan, block_ids.shape[2])
+    lists = _union_lists(block_ids, cache, plan, config.tokens)
+    _launch_attend(q, cache, plan, config, lists, softmax_scale, q_scale, out, lse)
+
+
+def _union_lists(
+    block_ids: torch.Tensor, cache: KVCache, plan: Plan, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Entries and pages ``[tiles, Hkv, tokens * K]`` and their counts ``[tiles, Hkv]``, int32."""
+    tiles, slots = plan.tiles(tokens), block_ids.shape[2]
+    groups = (len(tiles.request), plan.config.num_kv_heads)
+    entries, pages = plan.workspace("lists", (2, *groups, tokens * max(slots, 1)), torch.int32)
+    counts = plan.workspace("list_counts", groups, torch.int32)
+    padded = triton.next_power_of_2(max(slots, 1))
+    _union_lists_kernel[groups](
+        block_ids,
+        *block_ids.stride(),
+        *tiles,
+        plan.cu_seqlens_q,
+        plan.seq_lens,
+        plan.page_table,
+        plan.page_table.stride(0),
+        entries,
+        pages,
+        counts,
+        num_blocks=plan.num_blocks,
+        num_pages=cache.num_pages,
+        num_slots=slots,
+        max_list=entries.shape[2],
+        TOKENS=tokens,
+        SLOTS=padded,
+        num_warps=4 if tokens * padded >= 128 else 1,
+    )
+    return entries, pages, counts
+
+
+def _launch_attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    plan: Plan,
+    config: Config,
+    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    msa, tiles = plan.config, plan.tiles(config.tokens)
+    group_rows = triton.next_power_of_2(msa.group_size)
+    rows = max(16, config.tokens * group_rows)
+    grid = (config.splits, msa.num_kv_heads, len(tiles.request))
+    parts = grid[0] * grid[1] * grid[2] if config.splits > 1 else 0
+    partial_out = plan.workspace("partial_out", (parts, rows, msa.head_dim), torch.float32)
+    partial_state = plan.workspace("partial_state", (2, parts, rows), torch.float32)
+    arrivals = plan.workspace("arrivals", grid[1:], torch.int32)
+    lse_arguments = (q, 0, 0) if lse is None else (lse, *lse.stride())
+    _attend_kernel[grid](
+        launch.raw(q),
+        *q.stride(),
+        *_pool_arguments(cache),
+        softmax_scale_log2=softmax_scale * math.log2(math.e),
+        **launch.scale_arguments("q_scale", q_scale, slots=False),
+        **launch.scale_arguments("k_scale", cache.k_scale),
+        **launch.scale_arguments("v_scale", cache.v_scale),
+        tile_request_ptr=tiles.request,
+        tile_row_ptr=tiles.first_row,
+        cu_seqlens_ptr=plan.cu_seqlens_q,
+        seq_lens_ptr=plan.seq_lens,
+        entries_ptr=lists[0],
+        pages_ptr=lists[1],
+        counts_ptr=lists[2],
+        out_ptr=out,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_out_d=out.stride(2),
+        lse_ptr=lse_arguments[0],
+        stride_lse_t=lse_arguments[1],
+        stride_lse_h=lse_arguments[2],
+        partial_out_ptr=partial_out,
+        partial_state_ptr=partial_state,
+        arrivals_ptr=arrivals,
+        max_list=lists[0].shape[2],
+        TOKENS=config.tokens,
+        GROUP=msa.group_size,
+        GROUP_ROWS=group_rows,
+        ROWS=rows,
+        D=msa.head_dim,
+        **launch.format_arguments(cache.format, q.device),
+        COMPUTE=tl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else tl.float16,
+        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
+        HAS_LSE=lse is not None,
+        SPLITS=config.splits,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+
+
+def _pool_arguments(cache: KVCache) -> tuple[object, ...]:
+    """K and V of the pool, each with its strides between pages, heads and tokens."""
+    if cache.format.scale_group:
+        # One slot holds codes and scales; the loaders know where.
+        views = cache.nvfp4_views()
+        sides = (views.k_codes, views.v_codes)
+    else:
+        sides = (launch.raw(cache.k), launch.raw(cache.v))
+    return tuple(x for side in sides for x in (side, *side.stride()[:3]))
