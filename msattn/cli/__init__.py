@@ -13,22 +13,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script; returns its exit code: 0, 1 a result is wrong, 2 a wrong use."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        from .app import run
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        return _without_typer(arguments, error.name)
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        return _without_them(arguments, error)
+    from .app import run
+
     return run(arguments)
 
 
-def _without_typer(arguments: list[str], missing: str) -> int:
+def _without_them(arguments: list[str], error: ImportError) -> int:
     """``doctor`` needs neither typer nor rich; for the rest, say what does."""
     if arguments[:1] == ["doctor"]:
         from . import doctor
 
         return doctor.main(arguments[1:])
     print(
-        f"error: the command line needs {missing}: pip install 'msattn[cli]' (doctor runs without)",
+        "error: the command line needs typer and rich: pip install 'msattn[cli]' "
+        f"({error}); msattn doctor runs without them",
         file=sys.stderr,
     )
     return 2

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 
 from .errors import CliError
@@ -30,10 +31,15 @@ def run(arguments: Sequence[str]) -> int:
         return int(
             command.main(arguments or ["--help"], prog_name="msattn", standalone_mode=False) or 0
         )
-    except (CliError, typer.TyperException) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        print(f"error: {message}", file=sys.stderr)
-        return 2
+    except typer.TyperException as error:
+        message = error.format_message()
+    except CliError as error:
+        message = str(error)
+    # What the library cannot serve here and what does not fit are no faults of this program.
+    except (NotImplementedError, torch.OutOfMemoryError) as error:
+        message = str(error).splitlines()[0]
+    print(f"error: {message}", file=sys.stderr)
+    return 2
 
 
 @app.command("doctor")

@@ -289,7 +289,10 @@ def _serving_sections(serving: dict[str, Any]) -> list[Section]:
     note = (
         "For MiniMax-M3's shapes. The format is the KV cache's, for index keys the index cache's."
     )
-    found = [Section(f"{title} on {serving['device']}", rows, ("stage", *formats), note)]
+    title += f" on {serving['device']}"
+    if serving["impl"] != "auto":
+        title += f", with MSATTN_IMPL={serving['impl']}"
+    found = [Section(title, rows, ("stage", *formats), note)]
     reasons = _grouped(serving)
     if reasons:
         found.append(Section("Why not the others", reasons, ("implementation", "reason", "where")))
@@ -323,7 +326,10 @@ def _where(stages: dict[str, list[str]], matrix: dict[str, dict[str, str]]) -> s
 
 
 if __name__ == "__main__":
-    if not __package__:  # run by its path: this folder leads sys.path, and has modules of its own
-        sys.path[0] = str(Path(__file__).resolve().parents[2])
-        __package__ = "msattn.cli"
+    if (
+        not __package__
+    ):  # run by its path: the package's folder leads sys.path, in place of this one
+        here = Path(__file__).resolve().parent
+        sys.path[0] = str(here.parents[1])
+        __package__ = f"{here.parent.name}.{here.name}"
     sys.exit(main())

@@ -74,7 +74,7 @@ def run(options: Options) -> int:
         console.print(
             agreement(compare(ours.generation, eager), ours.generation, eager), soft_wrap=True
         )
-    if options.plot is not None:
+    if options.plot is not None and layer is not None:
         draw(Selection(ours.cache.selection(layer), layer, loaded.title), options.plot)
         console.print(
             f"Wrote {options.plot}: the blocks that layer {layer} selected.", soft_wrap=True
@@ -122,9 +122,13 @@ def _prompt(options: Options, loaded: Loaded) -> torch.Tensor:
     )
 
 
-def _plot_layer(options: Options, loaded: Loaded) -> int:
-    """The layer to draw; which layers select is the model's affair, so this needs one."""
+def _plot_layer(options: Options, loaded: Loaded) -> int | None:
+    """The layer to draw, if any; checked before the model runs."""
+    if options.plot is None:
+        return None
     sparse = loaded.sparse_layers
+    if not sparse:
+        raise CliError(f"--plot: no layer of {loaded.name} selects blocks")
     if options.plot_layer is None:
         return sparse[-1]
     if options.plot_layer not in sparse:
@@ -141,21 +145,17 @@ def _run(options: Options, loaded: Loaded, prompt: torch.Tensor, attn: str) -> R
     if attn == "msattn":
         kv_format = KVFormat.parse(options.kv_format or DEFAULT_KV_FORMAT).name
     cache = new_cache(loaded.model, attn, kv_format, record_selection=options.plot is not None)
-    try:
-        with progress_bar(attn, prompt.shape[1], options.max_new_tokens) as on_tokens:
-            generation = generate(
-                loaded.model,
-                prompt,
-                cache,
-                max_new_tokens=options.max_new_tokens,
-                chunk=options.chunk,
-                stop_tokens=loaded.stop_tokens,
-                keep_logits=options.compare,
-                on_tokens=on_tokens,
-            )
-    # MSATTN_IMPL may name what cannot serve here.
-    except (NotImplementedError, torch.OutOfMemoryError) as error:
-        raise CliError(str(error).splitlines()[0]) from error
+    with progress_bar(attn, prompt.shape[1], options.max_new_tokens) as on_tokens:
+        generation = generate(
+            loaded.model,
+            prompt,
+            cache,
+            max_new_tokens=options.max_new_tokens,
+            chunk=options.chunk,
+            stop_tokens=loaded.stop_tokens,
+            keep_logits=options.compare,
+            on_tokens=on_tokens,
+        )
     return Run(attn, kv_format, generation, cache)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from .errors import CliError
 TINY = "tiny"
 MODEL_TYPES = ("minimax_m3_vl", "minimax_m3_vl_text")  # with and without the vision tower
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+SMALL_MODEL = 50_000_000  # parameters; tiny has 4.9 million
 FIRST_ID = 2  # of ordinary tokens: padding and start tokens come first
 PROMPT_SEED = 3  # added to --seed, so that the default is the prompt of tiny_prompt()
 
@@ -94,13 +96,25 @@ def load(name: str, *, attn: str, dtype: str, device: str, seed: int) -> Loaded:
     if name == TINY:
         from ..integrations.transformers.tiny import tiny_model
 
-        model = tiny_model(attn, seed=seed)
+        model, tokenizer = tiny_model(attn, seed=seed), None
         if dtype != "auto":
             model = model.to(getattr(torch, dtype))
-        return Loaded(name, model.to(device), None)
-    folder = Path(name)
-    model_type = _checkpoint_type(folder)
-    return Loaded(name, _read_weights(folder, model_type, attn, dtype, device), _tokenizer(folder))
+    else:
+        folder = Path(name)
+        model = _read_weights(folder, _checkpoint_type(folder), attn, dtype)
+        tokenizer = _tokenizer(folder)
+    if device == "cpu":
+        _prepare_for_cpu(model)
+    return Loaded(name, model.to(device), tokenizer)
+
+
+def _prepare_for_cpu(model: Any) -> None:
+    # The grouped matmuls of the experts are several times slower than a loop on a CPU.
+    model.set_experts_implementation("eager")
+    if model.num_parameters() < SMALL_MODEL:
+        # On busy cores, threads that wait for one another in its small matmuls take 20 times as
+        # long as one thread; on idle ones, two threads save a third.
+        torch.set_num_threads(1)
 
 
 def read_prompt(
@@ -154,24 +168,35 @@ def _checkpoint_type(folder: Path) -> str:
     return str(found)
 
 
-def _read_weights(folder: Path, model_type: str, attn: str, dtype: str, device: str) -> Any:
+def _read_weights(folder: Path, model_type: str, attn: str, dtype: str) -> Any:
     import transformers
 
     class_name = {
         "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
         "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     }[model_type]
+    transformers.utils.logging.set_verbosity_error()  # what matters of its report is an error here
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     try:
-        model = getattr(transformers, class_name).from_pretrained(
-            folder, attn_implementation=attn, dtype=dtype, local_files_only=True
+        model, report = getattr(transformers, class_name).from_pretrained(
+            folder,
+            attn_implementation=attn,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:  # no weights, torn files, other shapes
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CliError(f"--model: cannot load {folder}: {first}") from error
-    if device == "cpu":
-        # The grouped matmuls of the experts are several times slower than a loop on a CPU.
-        model.set_experts_implementation("eager")
-    return model.to(device).eval()
+    except Exception as error:  # no weights, torn files, a wrong config: each has its own type
+        raise CliError(f"--model: cannot load {folder}: {_one_line(error)}") from error
+    # transformers would leave them random.
+    wrong = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if wrong:
+        raise CliError(
+            f"--model: {folder} has no weights of the right shape for {len(wrong)} parameters, "
+            f"such as {wrong[0]}"
+        )
+    return model.eval()
 
 
 def _tokenizer(folder: Path) -> Any | None:
@@ -181,6 +206,11 @@ def _tokenizer(folder: Path) -> Any | None:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CliError(f"--model: cannot load the tokenizer of {folder}: {first}") from error
+    except Exception as error:
+        raise CliError(
+            f"--model: cannot load the tokenizer of {folder}: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
