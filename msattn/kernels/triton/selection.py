@@ -1,0 +1,225 @@
+"""Stage 3 in Triton: an exact top-k that reads a row a few times, a chunk of columns at a time.
+
+Nothing is sorted and no score is truncated. A first pass folds the row's chunks onto one another and
+keeps the largest score of each position: the K-th largest of those is a lower bound of the row's K-th
+score, seldom more than a few ranks below it. Counting passes lead from there to it, and a last pass
+writes what lies above and the first of what equals it. The work is in proportion to the blocks that a
+row sees, whatever the bound, and the registers do not depend on it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...plan import Plan
+from .support import MAX_BLOCKS
+from .tiles import BLOCK, row_position
+
+
+_LOWEST = tl.constexpr(-0x80000000)
+"""Key of NaN, below those of all numbers; as a score, it is NaN again."""
+
+_HIGHEST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def score_key(x):
+    """int32 in the order of fp32 numbers, -0 == +0; x is not NaN."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_score(key):
+    """The score of a key; the keys below that of -inf give NaN."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_chunk(row_ptr, stride, start, first, last, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
+    """Scores [CHUNK] of the columns from start on; NaN outside of first .. last - 1."""
+    column = start + tl.arange(0, CHUNK)
+    # In whole vectors: a mask that may change inside of one would split the load into words.
+    x = tl.load(row_ptr + column * stride, mask=column // VECTOR * VECTOR < last, other=0.0)
+    return tl.where((column >= first) & (column < last), x, float("nan"))
+
+
+@triton.jit
+def is_above(x, score):
+    """x ranks above score; anything but NaN ranks above NaN."""
+    floor = tl.where(score == score, float("nan"), float("-inf"))
+    return (x > score) | (x >= floor)
+
+
+@triton.jit
+def lower_bound(row_ptr, stride, first, last, k, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
+    """A key that k scores of the row reach, and that of the row's largest score.
+
+    The first is the k-th largest among the maxima of the positions in a chunk.
+    """
+    m = tl.full((CHUNK,), float("-inf"), tl.float32)
+    for start in range(0, last, CHUNK):
+        x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
+        m = tl.where(x > m, x, m)
+    position = tl.arange(0, CHUNK)
+    exists = ((position >= first) & (position < last)) | (position + CHUNK < last)
+    keys = tl.where(exists, score_key(m), _LOWEST)
+    low, largest = tl.min(tl.where(exists, keys, _HIGHEST)), tl.max(keys)
+    high = largest
+    while low < high:  # k keys or more are at least low, fewer than k are above high
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up
+        reach = keys >= middle
+        count = tl.sum(reach.to(tl.int32))
+        if count >= k:
+            low = tl.min(tl.where(reach, keys, _HIGHEST))
+            if count == k:
+                high = low
+        else:
+            high = middle - 1
+    # A position with nothing but NaN has the maximum -inf too.
+    return tl.where(key_score(low) == float("-inf"), _LOWEST, low), largest
+
+
+@triton.jit
+def count_above(row_ptr, stride, first, last, key, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
+    """How many scores of the row rank above key, and the key of the lowest of them."""
+    score = key_score(key)
+    count = tl.zeros((CHUNK,), tl.int32)
+    lowest = tl.full((CHUNK,), float("inf"), tl.float32)
+    for start in range(0, last, CHUNK):
+        x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
+        above = is_above(x, score)
+        count += above.to(tl.int32)
+        lowest = tl.where(above & (x < lowest), x, lowest)
+    return tl.sum(count), score_key(tl.min(lowest))
+
+
+@triton.jit
+def kth_score(row_ptr, stride, first, last, k, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
+    """Key of the k-th best score of the columns first .. last - 1, and how many rank above it."""
+    low, high = lower_bound(row_ptr, stride, first, last, k, CHUNK, VECTOR)
+    key, excess = low, 0
+    count, following = count_above(row_ptr, stride, first, last, key, CHUNK, VECTOR)
+    # k scores or more are at least low, fewer than k are above high.
+    while (count >= k) | (key > low):
+        if count >= k:
+            low = following
+            excess = count - k
+        else:
+            high = key
+        # Few too many: one after the other goes; else by halves.
+        key = tl.where(excess < 4, low, (low & high) + ((low ^ high) >> 1))
+        count, following = count_above(row_ptr, stride, first, last, key, CHUNK, VECTOR)
+    return key, count
+
+
+@triton.jit
+def write_best(
+    row_ptr, stride, out_ptr, stride_out, first, last, k, key, num_above,
+    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Ids of the k best columns, ascending: those above key, and the first of those that equal it."""
+    score, num_equal = key_score(key), k - num_above
+    seen = 0  # so far: above in the high half, equal in the low one
+    for start in range(0, last, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
+        above = is_above(x, score)
+        inside = (column >= first) & (column < last)
+        equal = tl.where(score == score, x == score, inside & (above == 0))
+        counted = (above.to(tl.int32) << 16) | equal.to(tl.int32)
+        running = seen + tl.cumsum(counted, 0)
+        rank_equal = running & 0xFFFF
+        chosen = above | (equal & (rank_equal <= num_equal))
+        slot = (running >> 16) + tl.minimum(rank_equal, num_equal) - 1
+        tl.store(out_ptr + slot * stride_out, column, mask=chosen)
+        seen += tl.sum(counted)
+
+
+@triton.jit
+def select_row(
+    row_ptr, stride, out_ptr, stride_out, visible,
+    TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write the TOPK ids of a row that sees `visible` blocks, at most MAX_BLOCKS.
+
+    The row is fp32 in memory; other programs' stores to it must have been made visible. CHUNK is at
+    least TOPK. VECTOR: as many neighbouring scores may be read together, whatever `visible` is.
+    """
+    slot = tl.arange(0, triton.next_power_of_2(TOPK))
+    if visible <= TOPK:
+        ids = tl.where(slot < visible, slot, -1)
+        tl.store(out_ptr + slot * stride_out, ids, mask=slot < TOPK)
+    else:
+        local = slot >= TOPK - LOCAL
+        ids = tl.where(local, visible - TOPK + slot, slot)
+        tl.store(out_ptr + slot * stride_out, ids, mask=((slot < INIT) | local) & (slot < TOPK))
+        if INIT + LOCAL < TOPK:
+            k: tl.constexpr = TOPK - INIT - LOCAL
+            last = visible - LOCAL
+            key, above = kth_score(row_ptr, stride, INIT, last, k, CHUNK, VECTOR)
+            best_ptr = out_ptr + INIT * stride_out
+            write_best(
+                row_ptr, stride, best_ptr, stride_out, INIT, last, k, key, above, CHUNK, VECTOR
+            )
+
+
+@triton.jit(do_not_specialize=["num_owned", "max_visible"])
+def _select_kernel(
+    scores_ptr, stride_h, stride_t, stride_b,  # [Hi, T, B]
+    out_ptr, stride_ot, stride_oh, stride_ok,  # [T, Hkv, K]
+    request_ptr,  # [num_owned]
+    cu_seqlens_ptr,  # [R + 1]
+    seq_lens_ptr,  # [R]
+    num_owned,
+    max_visible,
+    TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """ids = sorted(forced blocks + best of the rest)
+
+    One program: one row and KV head.
+    """
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request = tl.load(request_ptr + row, mask=row < num_owned, other=-1)
+    visible = 0
+    if request >= 0:
+        position = row_position(row, request, cu_seqlens_ptr, seq_lens_ptr)
+        visible = tl.minimum(tl.maximum((position + BLOCK) // BLOCK, 0), max_visible)
+    row = row.to(tl.int64)
+    row_ptr = scores_ptr + head * stride_h + row * stride_t
+    row_out_ptr = out_ptr + row * stride_ot + head * stride_oh
+    select_row(row_ptr, stride_b, row_out_ptr, stride_ok, visible, TOPK, INIT, LOCAL, CHUNK, VECTOR)
+
+
+def select_blocks(scores: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+    config, tiles = plan.config, plan.tiles(1)
+    columns = scores.shape[2]
+    assert min(plan.num_blocks, columns) <= MAX_BLOCKS
+    chunk, warps = chunk_of(columns, config.topk)
+    _select_kernel[(scores.shape[1], scores.shape[0])](
+        scores,
+        *scores.stride(),
+        out,
+        *out.stride(),
+        tiles.request,
+        plan.cu_seqlens_q,
+        plan.seq_lens,
+        len(tiles.request),
+        min(plan.num_blocks, columns),
+        TOPK=config.topk,
+        INIT=config.init_blocks,
+        LOCAL=config.local_blocks,
+        CHUNK=chunk,
+        VECTOR=4 if columns % 4 == 0 and scores.stride(2) == 1 else 1,
+        num_warps=warps,
+    )
+
+
+def chunk_of(columns: int, topk: int) -> tuple[int, int]:
+    """Columns read at a time, and warps: one warp while a row is short, as it needs no barrier."""
+    chunk, warps = (256, 1) if columns <= 2048 else (1024, 4)
+    return max(chunk, triton.next_power_of_2(topk)), warps
