@@ -1,10 +1,10 @@
 """Stage 3 in Triton: an exact top-k that reads a row a few times, a chunk of columns at a time.
 
-Nothing is sorted and no score is truncated. A first pass folds the row's chunks onto one another and
-keeps the largest score of each position: the K-th largest of those is a lower bound of the row's K-th
-score, seldom more than a few ranks below it. Counting passes lead from there to it, and a last pass
-writes what lies above and the first of what equals it. The work is in proportion to the blocks that a
-row sees, whatever the bound, and the registers do not depend on it.
+Nothing is sorted and no score is truncated. A first pass folds the row's chunks onto one another
+and keeps the largest score of each position: the K-th largest of those is a lower bound of the
+row's K-th score, seldom more than a few ranks below it. Counting passes lead from there to it, and
+a last pass writes what lies above and the first of what equals it. The work is in proportion to the
+blocks that a row sees, whatever the bound, and the registers do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import triton.language as tl
 from ...plan import Plan
 from .support import MAX_BLOCKS
 from .tiles import BLOCK, row_position
-
 
 _LOWEST = tl.constexpr(-0x80000000)
 """Key of NaN, below those of all numbers; as a score, it is NaN again."""
@@ -120,7 +119,7 @@ def write_best(
     row_ptr, stride, out_ptr, stride_out, first, last, k, key, num_above,
     CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Ids of the k best columns, ascending: those above key, and the first of those that equal it."""
+    """Ids of the k best columns, ascending: all above key, and the first that equal it."""
     score, num_equal = key_score(key), k - num_above
     seen = 0  # so far: above in the high half, equal in the low one
     for start in range(0, last, CHUNK):
