@@ -29,6 +29,7 @@ PACKAGES = {
     "flashinfer": ("flashinfer-python",),
 }
 INDEX_STAGES = ("store_index_k", "index_scores", "index_select")  # their format is the index keys'
+CACHELESS_STAGES = ("select_blocks", "merge_states")  # the same whatever the format
 NOT_A_FORMAT = "-"  # a cell of the matrix: the stage never meets this format
 MISSING = "missing"  # the version of a package that is not installed
 NOBODY = "none"  # a cell of the matrix: no implementation can serve
@@ -260,8 +261,9 @@ def _reasons(stage: str, impl: str, device: str, kv_format: str) -> list[str]:
     """``why_not`` for MiniMax-M3's shapes; a probe that raises is a reason too."""
     from .. import MSAConfig, why_not
 
+    stored = None if stage in CACHELESS_STAGES else kv_format
     try:
-        return why_not(stage, impl=impl, device=device, config=MSAConfig(), kv_format=kv_format)
+        return why_not(stage, impl=impl, device=device, config=MSAConfig(), kv_format=stored)
     except Exception as error:  # a kernel package that cannot be imported, an unknown MSATTN_IMPL
         return [_one_line(error)]
 
@@ -308,7 +310,9 @@ def _grouped(serving: dict[str, Any]) -> list[tuple[str, ...]]:
         stages = places.setdefault((refusal["impl"], reason), {})
         stages.setdefault(stage, []).append(refusal["kv_format"])
     matrix = serving["matrix"]
-    return [(impl, reason, _where(stages, matrix)) for (impl, reason), stages in places.items()]
+    rows = [(impl, reason, _where(stages, matrix)) for (impl, reason), stages in places.items()]
+    tried = list(dict.fromkeys(impl for impl, _ in places))  # first those that are preferred
+    return sorted(rows, key=lambda row: tried.index(row[0]))
 
 
 def _where(stages: dict[str, list[str]], matrix: dict[str, dict[str, str]]) -> str:
@@ -317,18 +321,19 @@ def _where(stages: dict[str, list[str]], matrix: dict[str, dict[str, str]]) -> s
         stage: [name for name, cell in cells.items() if cell != NOT_A_FORMAT]
         for stage, cells in matrix.items()
     }
-    if stages == full:
-        return "every stage"
-    return ", ".join(
-        stage if formats == full[stage] else f"{stage} in {'/'.join(formats)}"
-        for stage, formats in stages.items()
+    groups: dict[tuple[str, ...], list[str]] = {}  # formats, () = all that the stage meets
+    for stage, formats in stages.items():
+        groups.setdefault(() if formats == full[stage] else tuple(formats), []).append(stage)
+    return "; ".join(
+        ("every stage" if len(names) == len(matrix) else ", ".join(names))
+        + (f" in {'/'.join(formats)}" if formats else "")
+        for formats, names in groups.items()
     )
 
 
 if __name__ == "__main__":
-    if (
-        not __package__
-    ):  # run by its path: the package's folder leads sys.path, in place of this one
+    # Run by its path: the package's folder leads sys.path, in place of this one.
+    if not __package__:
         here = Path(__file__).resolve().parent
         sys.path[0] = str(here.parents[1])
         __package__ = f"{here.parent.name}.{here.name}"
