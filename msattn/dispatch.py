@@ -74,13 +74,13 @@ def _triton(module: str) -> Implementation:
 
 
 TABLE: dict[str, tuple[Implementation, ...]] = {
-    "store_kv": (_reference("store"),),
-    "store_index_k": (_reference("store"),),
+    "store_kv": (_triton("store"), _reference("store")),
+    "store_index_k": (_triton("store"), _reference("store")),
     "index_scores": (_reference("indexer"),),
-    "select_blocks": (_reference("selection"),),
+    "select_blocks": (_triton("selection"), _reference("selection")),
     "index_select": (_reference("indexer"),),
     "attend": (_triton("attend"), _reference("attend")),
-    "merge_states": (_reference("combine"),),
+    "merge_states": (_triton("combine"), _reference("combine")),
 }
 """The implementations of each stage; a new one is a new row here, and no caller changes."""
 
