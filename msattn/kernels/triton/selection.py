@@ -166,7 +166,7 @@ def select_row(
             )
 
 
-@triton.jit(do_not_specialize=["num_owned", "max_visible"])
+@triton.jit(do_not_specialize=["num_owned", "first_row", "max_visible"])
 def _select_kernel(
     scores_ptr, stride_h, stride_t, stride_b,  # [Hi, T, B]
     out_ptr, stride_ot, stride_oh, stride_ok,  # [T, Hkv, K]
@@ -174,6 +174,7 @@ def _select_kernel(
     cu_seqlens_ptr,  # [R + 1]
     seq_lens_ptr,  # [R]
     num_owned,
+    first_row,
     max_visible,
     TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     CHUNK: tl.constexpr, VECTOR: tl.constexpr,
@@ -183,37 +184,43 @@ def _select_kernel(
     One program: one row and KV head.
     """
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request = tl.load(request_ptr + row, mask=row < num_owned, other=-1)
+    row_of_step = first_row + row
+    request = tl.load(request_ptr + row_of_step, mask=row_of_step < num_owned, other=-1)
     visible = 0
     if request >= 0:
-        position = row_position(row, request, cu_seqlens_ptr, seq_lens_ptr)
+        position = row_position(row_of_step, request, cu_seqlens_ptr, seq_lens_ptr)
         visible = tl.minimum(tl.maximum((position + BLOCK) // BLOCK, 0), max_visible)
-    row = row.to(tl.int64)
-    row_ptr = scores_ptr + head * stride_h + row * stride_t
-    row_out_ptr = out_ptr + row * stride_ot + head * stride_oh
+    row_ptr = scores_ptr + head * stride_h + row.to(tl.int64) * stride_t
+    row_out_ptr = out_ptr + row.to(tl.int64) * stride_ot + head * stride_oh
     select_row(row_ptr, stride_b, row_out_ptr, stride_ok, visible, TOPK, INIT, LOCAL, CHUNK, VECTOR)
 
 
 def select_blocks(scores: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
-    config, tiles = plan.config, plan.tiles(1)
-    columns = scores.shape[2]
+    select_rows(scores, plan, out)
+
+
+def select_rows(scores: torch.Tensor, plan: Plan, out: torch.Tensor, first_row: int = 0) -> None:
+    """Ids ``out`` ``[n, Hkv, topk]`` of the step's rows from ``first_row`` on, by their scores."""
+    config, request = plan.config, plan.tiles(1).request
+    heads, rows, columns = scores.shape
     assert min(plan.num_blocks, columns) <= MAX_BLOCKS
     chunk, warps = chunk_of(columns, config.topk)
-    _select_kernel[(scores.shape[1], scores.shape[0])](
+    _select_kernel[(rows, heads)](
         scores,
         *scores.stride(),
         out,
         *out.stride(),
-        tiles.request,
+        request,
         plan.cu_seqlens_q,
         plan.seq_lens,
-        len(tiles.request),
+        len(request),
+        first_row,
         min(plan.num_blocks, columns),
         TOPK=config.topk,
         INIT=config.init_blocks,
         LOCAL=config.local_blocks,
         CHUNK=chunk,
-        VECTOR=4 if columns % 4 == 0 and scores.stride(2) == 1 else 1,
+        VECTOR=4 if reads_vectors(scores) else 1,
         num_warps=warps,
     )
 
@@ -222,3 +229,14 @@ def chunk_of(columns: int, topk: int) -> tuple[int, int]:
     """Columns read at a time, and warps: one warp while a row is short, as it needs no barrier."""
     chunk, warps = (256, 1) if columns <= 2048 else (1024, 4)
     return max(chunk, triton.next_power_of_2(topk)), warps
+
+
+def reads_vectors(scores: torch.Tensor) -> bool:
+    """Four neighbouring scores may be read where one is wanted: all are the tensor's memory."""
+    stride_h, stride_t, stride_b = scores.stride()
+    heads, rows, columns = scores.shape
+    if stride_b != 1 or scores.data_ptr() % 16:
+        return False
+    end = scores.storage_offset() + (heads - 1) * stride_h + (rows - 1) * stride_t
+    end += triton.cdiv(columns, 4) * 4
+    return end * scores.element_size() <= scores.untyped_storage().nbytes()
