@@ -76,9 +76,9 @@ def _triton(module: str) -> Implementation:
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "store_kv": (_triton("store"), _reference("store")),
     "store_index_k": (_triton("store"), _reference("store")),
-    "index_scores": (_reference("indexer"),),
+    "index_scores": (_triton("indexer"), _reference("indexer")),
     "select_blocks": (_triton("selection"), _reference("selection")),
-    "index_select": (_reference("indexer"),),
+    "index_select": (_triton("indexer"), _reference("indexer")),
     "attend": (_triton("attend"), _reference("attend")),
     "merge_states": (_triton("combine"), _reference("combine")),
 }

@@ -1,0 +1,346 @@
+"""Stage 2 in Triton: a tile of neighbouring tokens, with all its index heads, reads the keys once.
+
+A tile is up to ``rows / heads`` consecutive tokens of one request. The matrix product's rows are
+(head, token) pairs, so that a page of keys is read once for all heads and tokens, in prefill as in
+decode. The blocks that a tile sees are shared out evenly over several programs where there are few
+tiles.
+
+Products are summed in fp32 by the tensor cores. Where these multiply e4m3 natively, e4m3 queries
+and keys stay as they are; Hopper's fp8 product keeps fewer bits of the sums (relative 1.5e-4),
+which may swap blocks whose scores are as close as that.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...arch import capability
+from ...cache import IndexCache
+from ...plan import Plan
+from .launch import has_native_fp8, num_processors, raw
+from .selection import select_rows
+from .tiles import BLOCK, fp8_to_fp16, page_of_block
+
+SCORE_BYTES = 256 << 20
+"""Scores that :func:`index_select` holds at a time; 8,192 tokens of M3 at 128K take 143 MB."""
+
+PROGRAM_OVERHEAD_BLOCKS = 2
+"""Starting a program (queries, first pages) costs about as much as that many blocks of keys."""
+
+
+class Constants(NamedTuple):
+    """What the kernel is compiled and launched with, besides the shapes."""
+
+    rows: int  # of the matrix product: tokens of a tile x index heads
+    num_warps: int
+    num_stages: int  # for keys of 256 bytes
+    programs_per_processor: int  # that fit side by side: registers and shared memory
+    keys_first: bool = False  # keys are the rows of the product, and queries its columns
+
+
+# Up to 64 rows (decode, verification) the keys come at memory speed, and what counts is how many of
+# them are under way; with 128 rows the tensor cores are the limit, and one program multiplies while
+# another takes its maxima. Fewer than 64 rows cannot be the rows of a warpgroup's product, but its
+# columns: with the same instructions at every size, a token's scores do not depend on its tile.
+_WARPGROUP_MMA = {
+    16: Constants(16, 4, 3, 2, keys_first=True),
+    32: Constants(32, 4, 3, 2, keys_first=True),
+    64: Constants(64, 4, 3, 2),
+    128: Constants(128, 4, 2, 2),
+}
+# 99 KB of shared memory is what sm_86, sm_89 and sm_120 have.
+_WARP_MMA = {
+    16: Constants(16, 4, 3, 1),
+    32: Constants(32, 4, 3, 1),
+    64: Constants(64, 4, 3, 1),
+    128: Constants(128, 8, 3, 1),
+}
+WIDE_TILE = Constants(256, 8, 4, 1)
+"""Another form for long prompts on Hopper: half the reads of keys, one program on a processor."""
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _operand(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """``x`` in the type that is multiplied; bytes of e4m3 go by fp16, which holds all of it."""
+    if x.dtype == tl.uint8:
+        x = fp8_to_fp16(x, False, NATIVE_FP8)
+    return x.to(DTYPE)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_out_head",
+        "stride_out_row",
+        "stride_out_block",
+        "stride_table",
+        "num_pages",
+        "num_blocks",
+        "first_row",
+        "end_row",
+    ]
+)
+def _index_scores_kernel(
+    q_ptr,  # [T, Hi, D]
+    stride_q_row,
+    stride_q_head,
+    stride_q_dim,
+    k_ptr,  # [pages, BLOCK, D], last stride 1
+    stride_k_page,
+    stride_k_token,
+    out_ptr,  # [Hi, rows from first_row on, num_blocks] fp32
+    stride_out_head,
+    stride_out_row,
+    stride_out_block,
+    tile_request_ptr,  # [tiles] int32
+    tile_row_ptr,  # [tiles] int32
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    stride_table,
+    num_pages,
+    num_blocks,
+    first_row,
+    end_row,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,  # a power of two
+    TOKENS: tl.constexpr,  # of a tile
+    DIM: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the product's operands
+    NATIVE_FP8: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,  # keys are the rows of the product, and queries its columns
+):
+    """out[h, t, b] = max(q[t, h] . k[j] for the keys j of block b up to t's position)
+
+    One program: a share of the blocks that one tile of tokens sees. Blocks that none of the tile's
+    tokens sees, and rows outside first_row .. end_row - 1, are not written.
+    """
+    # A prompt's last tiles see most, and start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    request = tl.load(tile_request_ptr + tile).to(tl.int64)
+    if request < 0:
+        return
+    tile_row = tl.load(tile_row_ptr + tile)
+    request_end = tl.load(cu_seqlens_ptr + request + 1)
+    seq_len = tl.load(seq_lens_ptr + request)
+    tile_end = tl.minimum(tl.minimum(tile_row + TOKENS, request_end), end_row)
+
+    # Blocks that the tile's last token sees, and those that its first one sees to their ends.
+    visible = tl.cdiv(tl.maximum(seq_len - (request_end - tile_end), 0), BLOCK)
+    visible = tl.minimum(visible, num_blocks)
+    full = tl.maximum(seq_len - (request_end - tile_row) + 1, 0) // BLOCK
+    share = tl.cdiv(visible, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, visible)
+    if (begin >= end) | (tile_end <= tl.maximum(tile_row, first_row)):
+        return
+
+    r = tl.arange(0, HEADS_PADDED * TOKENS)
+    head, row = r // TOKENS, tile_row + r % TOKENS
+    live = (head < HEADS) & (row < tile_end)  # [rows]
+    d, n = tl.arange(0, DIM), tl.arange(0, BLOCK)
+    q_at = row.to(tl.int64) * stride_q_row + head.to(tl.int64) * stride_q_head
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :] * stride_q_dim, mask=live[:, None], other=0.0)
+    q = _operand(q, DTYPE, NATIVE_FP8)  # [rows, DIM]
+    position = seq_len - (request_end - row)
+    out_row = (row - first_row).to(tl.int64)
+    out_at = out_ptr + head.to(tl.int64) * stride_out_head + out_row * stride_out_row
+    stride_out_block = stride_out_block.to(tl.int64)
+    live &= row >= first_row
+    if KEYS_FIRST:
+        q = tl.trans(q)
+        k_at = k_ptr + n[:, None] * stride_k_token + d[None, :]
+    else:
+        k_at = k_ptr + n[None, :] * stride_k_token + d[:, None]
+
+    # A page is looked up one block ahead: a load in the loop that the keys' load waits for would
+    # take half of the stages.
+    next_page = page_of_block(page_table_ptr, stride_table, request, begin, num_pages)
+    for block in range(begin, end):
+        page = next_page
+        k = tl.load(k_at + tl.maximum(page, 0) * stride_k_page)
+        following = tl.minimum(block + 1, end - 1)
+        next_page = page_of_block(page_table_ptr, stride_table, request, following, num_pages)
+        k = _operand(k, DTYPE, NATIVE_FP8)
+        last = position - block * BLOCK  # key that a row sees
+        if KEYS_FIRST:
+            products = tl.dot(k, q)  # [BLOCK, rows]
+            if block >= full:
+                products = tl.where(n[:, None] > last[None, :], float("-inf"), products)
+            score = tl.reduce(products, 0, _maximum)
+        else:
+            products = tl.dot(q, k)  # [rows, BLOCK]
+            if block >= full:
+                products = tl.where(n[None, :] > last[:, None], float("-inf"), products)
+            score = tl.reduce(products, 1, _maximum)
+        score = tl.where(page >= 0, score, float("-inf"))
+        tl.store(out_at + block * stride_out_block, score, mask=live)
+
+
+def index_scores(
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+    *,
+    constants: Constants | None = None,
+    num_splits: int | None = None,
+) -> None:
+    out.fill_(-math.inf)
+    if index.num_pages:
+        score_rows(index_q, index, plan, out, 0, constants=constants, num_splits=num_splits)
+
+
+def index_select(
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+    *,
+    constants: Constants | None = None,
+    num_splits: int | None = None,
+) -> None:
+    tokens, heads, _ = index_q.shape
+    # Rows begin where a 128-byte line does, for the selection that reads them.
+    width = triton.cdiv(plan.num_blocks, 32) * 32
+    held = min(triton.next_power_of_2(tokens * heads * width), SCORE_BYTES // 4)
+    # Powers of two: as a plan's bounds grow, few sizes are asked for, and all of them together take
+    # no more than twice the largest.
+    memory = plan.workspace("index_scores", (max(held, heads * width),), torch.float32)
+    chunk = max(1, held // (heads * width)) if width else tokens
+    for first_row in range(0, tokens, chunk):
+        ids = out[first_row : first_row + chunk]
+        scores = memory[: len(ids) * heads * width].view(heads, len(ids), width)
+        scores = scores[..., : plan.num_blocks]
+        # The selection reads a row's visible blocks alone, and those are written.
+        if index.num_pages:
+            score_rows(
+                index_q, index, plan, scores, first_row, constants=constants, num_splits=num_splits
+            )
+        else:
+            scores.fill_(-math.inf)
+        select_rows(scores, plan, ids, first_row)
+
+
+def score_rows(
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+    first_row: int,
+    *,
+    constants: Constants | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Scores of the rows from ``first_row`` on, as many as ``out`` ``[Hi, n, num_blocks]`` has.
+
+    Blocks that a row does not see may be left as they are.
+    """
+    heads, dim = index_q.shape[1:]
+    heads_padded = triton.next_power_of_2(heads)
+    dtype = operand_dtype(index_q.dtype, index.tensor.dtype, dim, index_q.device)
+    key_bytes = dim * dtype.primitive_bitwidth // 8
+    if constants is None:
+        constants = choose_constants(
+            plan.max_query_len * heads_padded, key_bytes, capability(index_q.device)
+        )
+    tokens = max(1, constants.rows // heads_padded)
+    tiles = plan.tiles(tokens)
+    num_tiles = len(tiles.request)
+    if not num_tiles or not plan.num_blocks:
+        return
+    if num_splits is None:
+        used = min(num_tiles, plan.num_requests * triton.cdiv(plan.max_query_len, tokens))
+        room = num_processors(index_q.device) * constants.programs_per_processor
+        num_splits = choose_splits(used, plan.num_blocks, room)
+    queries, keys = index_q, index.tensor
+    if dtype != tl.float8e4nv:
+        queries, keys = raw(queries), raw(keys)
+    _index_scores_kernel[(num_tiles, num_splits)](
+        queries,
+        *queries.stride(),
+        keys,
+        keys.stride(0),
+        keys.stride(1),
+        out,
+        *out.stride(),
+        tiles.request,
+        tiles.first_row,
+        plan.cu_seqlens_q,
+        plan.seq_lens,
+        plan.page_table,
+        plan.page_table.stride(0),
+        index.num_pages,
+        plan.num_blocks,
+        first_row,
+        first_row + out.shape[1],
+        HEADS=heads,
+        HEADS_PADDED=heads_padded,
+        TOKENS=tokens,
+        DIM=dim,
+        DTYPE=dtype,
+        NATIVE_FP8=has_native_fp8(index_q.device),
+        KEYS_FIRST=constants.keys_first,
+        num_warps=constants.num_warps,
+        num_stages=choose_stages(constants.num_stages, key_bytes),
+    )
+
+
+def operand_dtype(
+    query: torch.dtype, keys: torch.dtype, dim: int, device: torch.device
+) -> tl.dtype:
+    """Type in which both are multiplied: one that holds the numbers of both."""
+    e4m3 = torch.float8_e4m3fn
+    if query == keys == e4m3:
+        # An fp8 product takes 32 elements at a time.
+        return tl.float8e4nv if has_native_fp8(device) and dim >= 32 else tl.float16
+    wide = {query, keys} - {e4m3}
+    if len(wide) == 2:
+        return tl.float32  # rounded to tf32, which holds bf16 as well as fp16
+    return tl.bfloat16 if wide == {torch.bfloat16} else tl.float16
+
+
+@cache
+def choose_constants(
+    rows: int, key_bytes: int, compute_capability: tuple[int, int] | None
+) -> Constants:
+    """Constants for requests of at most ``rows`` (tokens x heads) and keys of ``key_bytes``."""
+    major = 0 if compute_capability is None else compute_capability[0]
+    rows = max(triton.next_power_of_2(rows), 16)
+    if key_bytes > 256:
+        # Head dimensions above 128 and tf32: tiles made for fewer bytes would not fit.
+        return _WARP_MMA[min(rows, 32)]
+    table = _WARPGROUP_MMA if major in (9, 10) else _WARP_MMA
+    return table[min(rows, max(table))]
+
+
+def choose_stages(num_stages: int, key_bytes: int) -> int:
+    """As many bytes of keys under way as ``num_stages`` are of keys of 256 bytes."""
+    if key_bytes > 256:
+        return 2
+    return num_stages if key_bytes > 128 else 2 * num_stages - 1
+
+
+@cache
+def choose_splits(num_tiles: int, num_blocks: int, room: int) -> int:
+    """Programs that share a tile of ``num_blocks`` blocks, where ``room`` programs run at a time.
+
+    The cost is the number of rounds times the length of a program. Among shares that cost about
+    the same the smallest is taken: it evens out requests of different lengths.
+    """
+    most = min(num_blocks, max(1, 8 * room // num_tiles))
+    cost = [
+        triton.cdiv(num_tiles * n, room) * (triton.cdiv(num_blocks, n) + PROGRAM_OVERHEAD_BLOCKS)
+        for n in range(1, most + 1)
+    ]
+    return max(n for n in range(1, most + 1) if cost[n - 1] <= 1.05 * min(cost))
