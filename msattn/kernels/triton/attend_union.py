@@ -1,16 +1,17 @@
-"""Stage 4 in Triton: a tile of neighbouring tokens walks the union of the blocks that they chose.
+"""Union tiles: neighbouring tokens of a request walk the union of the blocks that they chose.
 
 Two launches. The first turns the block ids of a tile's tokens into a list without duplicates, with
-the page of each block and the set of tokens that chose it. The second loads every listed page once for
-all rows of the tile (tokens x query heads of a KV head), with an online softmax; rows that did not
-choose a block, and keys that a row does not see, are masked. Few tiles (decode, verification) split
-their lists over several programs; the last one to finish merges.
+the page of each block and the set of tokens that chose it. The second loads every listed page once
+for all rows of the tile (tokens x query heads of a KV head), with an online softmax; rows that did
+not choose a block, and keys that a row does not see, are masked. Few tiles (decode, verification)
+split their lists over several programs; the last one to finish merges.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,10 +24,12 @@ from .tiles import (
     BLOCK,
     NVFP4,
     NVFP4_FACTOR,
+    column_of,
     fp8_to_fp16,
     load_k_tile,
     load_scale,
     load_v_tile,
+    shares_little,
 )
 
 MAX_LIST = 256
@@ -48,6 +51,7 @@ def _union_lists_kernel(
     entries_ptr,  # [tiles, Hkv, TOKENS * K] int32: block << 16 | tokens
     pages_ptr,  # [tiles, Hkv, TOKENS * K] int32
     counts_ptr,  # [tiles, Hkv] int32
+    overlap_ptr,  # [2] int32, zeros: entries and picks of all lists
     num_blocks,
     num_pages,
     num_slots,
@@ -95,7 +99,10 @@ def _union_lists_kernel(
     page = tl.load(page_table_ptr + request * stride_table + block, mask=first, other=0)
     tl.store(entries_ptr + out * max_list + at, (block << 16) | tokens, mask=first)
     tl.store(pages_ptr + out * max_list + at, page, mask=first)
-    tl.store(counts_ptr + out, tl.sum(first.to(tl.int32), 0))
+    count = tl.sum(first.to(tl.int32), 0)
+    tl.store(counts_ptr + out, count)
+    tl.atomic_add(overlap_ptr, count, sem="relaxed")
+    tl.atomic_add(overlap_ptr + 1, tl.sum(listed.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
@@ -110,7 +117,20 @@ def _join_run(block_a, tokens_a, block_b, tokens_b):
     return block_b, tl.where(block_a == block_b, tokens_a | tokens_b, tokens_b)
 
 
-@triton.jit(do_not_specialize=["max_list"])
+@triton.jit
+def _softmax_step(s, last_key, scale, running_max, running_sum):
+    """Weights of the keys up to last_key of each row, and the running state with them in it."""
+    n = tl.arange(0, BLOCK)
+    s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(s, 1))
+    # Rows that have seen nothing yet must not compute inf - inf.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
+    p = tl.exp2(s * scale - shift[:, None])
+    rescale = tl.exp2(running_max * scale - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=["max_list", "num_blocks", "num_pages", "num_slots"])
 def _attend_kernel(
     q_ptr,  # [T, Hq, D]; e4m3 as bytes
     stride_q_t,
@@ -124,6 +144,8 @@ def _attend_kernel(
     stride_v_page,
     stride_v_head,
     stride_v_token,
+    k_desc,  # K and V for the bulk copy engine, TMA only
+    v_desc,
     q_scale,  # a number, or a pointer
     k_scale,  # a number, or a pointer to one, or to [Hkv, slots]
     v_scale,
@@ -134,9 +156,19 @@ def _attend_kernel(
     tile_row_ptr,
     cu_seqlens_ptr,
     seq_lens_ptr,
+    block_ids_ptr,  # DIRECT only, as the page table
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    page_table_ptr,
+    stride_table,
+    num_blocks,
+    num_pages,
+    num_slots,
     entries_ptr,
     pages_ptr,
     counts_ptr,
+    overlap_ptr,
     out_ptr,  # [T, Hq, D]
     stride_out_t,
     stride_out_h,
@@ -164,13 +196,20 @@ def _attend_kernel(
     K_SCALE_PER_SLOT: tl.constexpr,
     V_SCALE_PER_SLOT: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    MAY_YIELD: tl.constexpr,
+    DIRECT: tl.constexpr,  # tiles of one token walk its block ids, without a list
+    SLOTS: tl.constexpr,  # K rounded up to a power of two, DIRECT only
+    TMA: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     """out = softmax(scale * q K^T) V over the listed blocks of each row
 
     One program: one tile, one KV head, one of SPLITS parts of its list.
     """
+    if MAY_YIELD and shares_little(overlap_ptr, TOKENS):
+        return
     split, head = tl.program_id(0), tl.program_id(1)
     # Late tiles of a prompt have the longest lists; they go first.
     num_heads, num_tiles = tl.num_programs(1), tl.num_programs(2)
@@ -185,6 +224,7 @@ def _attend_kernel(
 
     # Rows of the tile: its tokens, and the query heads of each.
     r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK)
+    column = column_of(d, FORMAT, D)
     token, member = r // GROUP_ROWS, r % GROUP_ROWS
     row = first_row + token
     live = (row < end_row) & (token < TOKENS) & (member < GROUP)
@@ -193,7 +233,7 @@ def _attend_kernel(
     q = tl.load(
         q_ptr
         + (row.to(tl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
-        + d[None, :] * stride_q_d,
+        + column[None, :] * stride_q_d,
         mask=live[:, None],
         other=0,
     )
@@ -207,19 +247,50 @@ def _attend_kernel(
     if FORMAT == NVFP4:
         scale *= NVFP4_FACTOR
 
+    if DIRECT:
+        slots = tl.arange(0, SLOTS)
+        own_ids = block_ids_ptr + first_row.to(tl.int64) * stride_ids_t + head * stride_ids_h
+        ids = tl.load(own_ids + slots * stride_ids_k, mask=slots < num_slots, other=-1)
+        own_position = seq_len - (end_row - first_row)
+
     running_max = tl.full((ROWS,), float("-inf"), tl.float32)
     running_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
 
-    count = tl.load(counts_ptr + group)
+    if DIRECT:
+        count = num_slots
+    else:
+        count = tl.load(counts_ptr + group)
     per_split = (count + SPLITS - 1) // SPLITS
     begin = split * per_split
     end = tl.minimum(begin + per_split, count)
-    for i in tl.range(begin, end, num_stages=STAGES):
-        entry = tl.load(entries_ptr + group * max_list + i)
-        page = tl.load(pages_ptr + group * max_list + i).to(tl.int64)
-        first_key = (entry >> 16) * BLOCK
-        num_keys = seq_len - first_key
+    # The bulk copy engine reads whole pages: not the one whose tail belongs to no token.
+    whole_end = begin
+    if TMA:
+        whole_end = end
+        if begin < end:
+            last_block = tl.load(entries_ptr + group * max_list + end - 1) >> 16
+            if (last_block + 1) * BLOCK > seq_len:
+                whole_end = end - 1
+    for i in tl.range(whole_end, end, num_stages=TAIL_STAGES):
+        if DIRECT:
+            block = tl.load(own_ids + i * stride_ids_k)
+            seen = (block >= 0) & (block <= (own_position >> 7)) & (block < num_blocks)
+            # A duplicate of an earlier slot counts once.
+            seen = seen & (tl.sum(((ids == block) & (slots < i)).to(tl.int32), 0) == 0)
+            table = page_table_ptr + request * stride_table + block
+            page = tl.load(table, mask=seen, other=-1).to(tl.int64)
+            seen = seen & (page >= 0) & (page < num_pages)
+            page = tl.where(seen, page, 0)
+            first_key = block * BLOCK
+            num_keys = tl.where(seen, seq_len - first_key, 0)
+            chosen = live & seen
+        else:
+            entry = tl.load(entries_ptr + group * max_list + i)
+            page = tl.load(pages_ptr + group * max_list + i).to(tl.int64)
+            first_key = (entry >> 16) * BLOCK
+            num_keys = seq_len - first_key
+            chosen = live & (((entry >> token) & 1) != 0)
         k_base = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
         k = load_k_tile(
             k_base, stride_k_token, num_keys, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
@@ -228,17 +299,10 @@ def _attend_kernel(
         if K_SCALE_PER_SLOT:
             slot = head.to(tl.int64) * stride_k_scale + page * BLOCK + n
             s *= tl.load(k_scale + slot, mask=n < num_keys, other=0.0)[None, :]
-        chosen = live & (((entry >> token) & 1) != 0)
         last_key = tl.where(chosen, position - first_key, -1)
-        s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
-
-        new_max = tl.maximum(running_max, tl.max(s, 1))
-        # Rows that have seen nothing yet must not compute inf - inf.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
-        p = tl.exp2(s * scale - shift[:, None])
-        rescale = tl.exp2(running_max * scale - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = _softmax_step(
+            s, last_key, scale, running_max, running_sum
+        )
         if V_SCALE_PER_SLOT:
             slot = head.to(tl.int64) * stride_v_scale + page * BLOCK + n
             p *= tl.load(v_scale + slot, mask=n < num_keys, other=0.0)[None, :]
@@ -247,6 +311,21 @@ def _attend_kernel(
             v_base, stride_v_token, num_keys, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
         )  # [BLOCK, D]
         acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None])
+
+    if TMA:
+        for i in tl.range(begin, whole_end, num_stages=STAGES):
+            entry = tl.load(entries_ptr + group * max_list + i)
+            page = tl.load(pages_ptr + group * max_list + i)
+            first_key = (entry >> 16) * BLOCK
+            k = tl.reshape(k_desc.load([page, head, 0, 0]), (BLOCK, D))
+            s = tl.dot(q, tl.trans(k))
+            chosen = live & (((entry >> token) & 1) != 0)
+            last_key = tl.where(chosen, position - first_key, -1)
+            p, rescale, running_max, running_sum = _softmax_step(
+                s, last_key, scale, running_max, running_sum
+            )
+            v = tl.reshape(v_desc.load([page, head, 0, 0]), (BLOCK, D))
+            acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None])
 
     arrived = SPLITS - 1
     if SPLITS > 1:
@@ -287,7 +366,7 @@ def _attend_kernel(
             out_scale *= NVFP4_FACTOR
         out = out_ptr + (row.to(tl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
         tl.store(
-            out + d[None, :] * stride_out_d,
+            out + column[None, :] * stride_out_d,
             (acc * out_scale[:, None]).to(out_ptr.dtype.element_ty),
             mask=live[:, None],
         )
@@ -328,29 +407,23 @@ def choose(plan: Plan, slots: int, tile_rows: int = 128) -> Config:
     return Config(tokens, max(splits, 1), 8 if rows > 64 else 4, 3 if rows <= 64 else 2)
 
 
-def attend(
-    q: torch.Tensor,
-    cache: KVCache,
-    block_ids: torch.Tensor,
-    plan: Plan,
-    softmax_scale: float,
-    q_scale: Scale,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    config = choose(plan, block_ids.shape[2])
-    lists = _union_lists(block_ids, cache, plan, config.tokens)
-    _launch_attend(q, cache, plan, config, lists, softmax_scale, q_scale, out, lse)
+class Lists(NamedTuple):
+    """The union of each tile's blocks, for each KV head."""
+
+    entries: torch.Tensor  # [tiles, Hkv, tokens * K] int32: block << 16 | set of tokens
+    pages: torch.Tensor  # [tiles, Hkv, tokens * K] int32
+    counts: torch.Tensor  # [tiles, Hkv] int32
+    overlap: torch.Tensor  # [2] int32: entries and picks of all lists
 
 
-def _union_lists(
-    block_ids: torch.Tensor, cache: KVCache, plan: Plan, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Entries and pages ``[tiles, Hkv, tokens * K]`` and their counts ``[tiles, Hkv]``, int32."""
+def make_lists(block_ids: torch.Tensor, cache: KVCache, plan: Plan, tokens: int) -> Lists:
+    """The lists of tiles of ``tokens`` tokens."""
     tiles, slots = plan.tiles(tokens), block_ids.shape[2]
     groups = (len(tiles.request), plan.config.num_kv_heads)
     entries, pages = plan.workspace("lists", (2, *groups, tokens * max(slots, 1)), torch.int32)
     counts = plan.workspace("list_counts", groups, torch.int32)
+    overlap = plan.workspace("overlap", (2,), torch.int32)
+    overlap.zero_()
     padded = triton.next_power_of_2(max(slots, 1))
     _union_lists_kernel[groups](
         block_ids,
@@ -363,28 +436,37 @@ def _union_lists(
         entries,
         pages,
         counts,
+        overlap,
         num_blocks=plan.num_blocks,
         num_pages=cache.num_pages,
         num_slots=slots,
         max_list=entries.shape[2],
         TOKENS=tokens,
         SLOTS=padded,
-        num_warps=4 if tokens * padded >= 128 else 1,
+        # One warp sorts by shuffles alone; more would meet at barriers.
+        num_warps=max(1, tokens * padded // 256),
     )
-    return entries, pages, counts
+    return Lists(entries, pages, counts, overlap)
 
 
-def _launch_attend(
+def attend(
     q: torch.Tensor,
     cache: KVCache,
+    block_ids: torch.Tensor,
     plan: Plan,
     config: Config,
-    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lists: Lists | None,
     softmax_scale: float,
     q_scale: Scale,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    may_yield: bool,
 ) -> None:
+    """:func:`msattn.attend` over the lists; nothing where they yield to the other schedule.
+
+    Tiles of one token need no lists.
+    """
     msa, tiles = plan.config, plan.tiles(config.tokens)
     group_rows = triton.next_power_of_2(msa.group_size)
     rows = max(16, config.tokens * group_rows)
@@ -394,10 +476,16 @@ def _launch_attend(
     partial_state = plan.workspace("partial_state", (2, parts, rows), torch.float32)
     arrivals = plan.workspace("arrivals", grid[1:], torch.int32)
     lse_arguments = (q, 0, 0) if lse is None else (lse, *lse.stride())
+    tma = lists is not None and launch.has_bulk_copies(cache)
+    k_desc, v_desc = launch.pool_descriptors(cache) if tma else (None, None)
+    # Not read without lists.
+    entries, pages, counts, overlap = lists or (arrivals,) * 4
     _attend_kernel[grid](
         launch.raw(q),
         *q.stride(),
-        *_pool_arguments(cache),
+        *launch.pool_arguments(cache),
+        k_desc=k_desc,
+        v_desc=v_desc,
         softmax_scale_log2=softmax_scale * math.log2(math.e),
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale),
@@ -406,9 +494,19 @@ def _launch_attend(
         tile_row_ptr=tiles.first_row,
         cu_seqlens_ptr=plan.cu_seqlens_q,
         seq_lens_ptr=plan.seq_lens,
-        entries_ptr=lists[0],
-        pages_ptr=lists[1],
-        counts_ptr=lists[2],
+        block_ids_ptr=block_ids,
+        stride_ids_t=block_ids.stride(0),
+        stride_ids_h=block_ids.stride(1),
+        stride_ids_k=block_ids.stride(2),
+        page_table_ptr=plan.page_table,
+        stride_table=plan.page_table.stride(0),
+        num_blocks=plan.num_blocks,
+        num_pages=cache.num_pages,
+        num_slots=block_ids.shape[2],
+        entries_ptr=entries,
+        pages_ptr=pages,
+        counts_ptr=counts,
+        overlap_ptr=overlap,
         out_ptr=out,
         stride_out_t=out.stride(0),
         stride_out_h=out.stride(1),
@@ -419,28 +517,21 @@ def _launch_attend(
         partial_out_ptr=partial_out,
         partial_state_ptr=partial_state,
         arrivals_ptr=arrivals,
-        max_list=lists[0].shape[2],
+        max_list=entries.shape[-1],
         TOKENS=config.tokens,
         GROUP=msa.group_size,
         GROUP_ROWS=group_rows,
         ROWS=rows,
         D=msa.head_dim,
         **launch.format_arguments(cache.format, q.device),
-        COMPUTE=tl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else tl.float16,
         FP8_QUERY=q.dtype == torch.float8_e4m3fn,
         HAS_LSE=lse is not None,
         SPLITS=config.splits,
+        MAY_YIELD=may_yield,
+        DIRECT=lists is None,
+        SLOTS=triton.next_power_of_2(max(block_ids.shape[2], 1)),
+        TMA=tma,
         STAGES=config.stages,
+        TAIL_STAGES=1 if tma else config.stages,
         num_warps=config.warps,
     )
-
-
-def _pool_arguments(cache: KVCache) -> tuple[object, ...]:
-    """K and V of the pool, each with its strides between pages, heads and tokens."""
-    if cache.format.scale_group:
-        # One slot holds codes and scales; the loaders know where.
-        views = cache.nvfp4_views()
-        sides = (views.k_codes, views.v_codes)
-    else:
-        sides = (launch.raw(cache.k), launch.raw(cache.v))
-    return tuple(x for side in sides for x in (side, *side.stride()[:3]))

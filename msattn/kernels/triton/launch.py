@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...arch import capability
-from ...cache import Scale
+from ...cache import KVCache, Scale
 from ...kv_format import KVFormat
 from .tiles import FP8, NVFP4, WIDE
 
@@ -33,6 +35,8 @@ def format_arguments(fmt: KVFormat, device: torch.device) -> dict[str, object]:
         "FORMAT": kind.value,
         "E5M2": fmt.storage_dtype == torch.float8_e5m2,
         "NATIVE_FP8": has_native_fp8(device),
+        # fp16 holds fp8 and NVFP4 numbers exactly, and weights 8 times finer than bf16.
+        "COMPUTE": tl.bfloat16 if fmt.storage_dtype == torch.bfloat16 else tl.float16,
     }
 
 
@@ -51,6 +55,28 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def has_bulk_copies(cache: KVCache) -> bool:
+    """Hopper's and later GPUs' copy engine can fetch the pool's pages as they are stored."""
+    if cache.format.is_fp8 or cache.format.scale_group:
+        return False
+    if isinstance(cache.k_scale, torch.Tensor) and cache.k_scale.dim() == 2:
+        return False
+    found = capability(cache.device)
+    if found is None or found < (9, 0) or cache.num_pages == 0:
+        return False
+    sides = (cache.k, cache.v)
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in sides
+    )
+
+
+def pool_descriptors(cache: KVCache) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """K and V for the copy engine; a block is one page of one head."""
+    block = [1, 1, *cache.k.shape[2:]]
+    k, v = (TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x in (cache.k, cache.v))
+    return k, v
+
+
 def raw(x: torch.Tensor) -> torch.Tensor:
     """fp8 tensors as bytes: Triton has no fp8 type for some targets."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
@@ -59,3 +85,14 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 def power_of_two_below(n: int) -> int:
     """The largest power of two that is at most ``n``, 1 for less than 1."""
     return 1 << (max(n, 1).bit_length() - 1)
+
+
+def pool_arguments(cache: KVCache) -> tuple[object, ...]:
+    """K and V of the pool, each with its strides between pages, heads and tokens."""
+    if cache.format.scale_group:
+        # One slot holds codes and scales; the loaders know where.
+        views = cache.nvfp4_views()
+        sides = (views.k_codes, views.v_codes)
+    else:
+        sides = (raw(cache.k), raw(cache.v))
+    return tuple(x for side in sides for x in (side, *side.stride()[:3]))

@@ -1,0 +1,38 @@
+"""Stage 4 in Triton: union tiles where neighbours share their blocks, KV-major where they do not.
+
+Which one runs is decided on the device, by the measured overlap of the selection: both are launched,
+and the programs of one return at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...cache import KVCache, Scale
+from ...plan import Plan
+from . import attend_kv_major, attend_union
+
+MIN_QUERY_LEN = 64
+"""Query tokens of a request from which the KV-major schedule can pay: enough picks for a page."""
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    config = attend_union.choose(plan, block_ids.shape[2])
+    rest = (softmax_scale, q_scale, out, lse)
+    if config.tokens == 1 and block_ids.shape[2] <= attend_union.MAX_LIST:
+        attend_union.attend(q, cache, block_ids, plan, config, None, *rest, may_yield=False)
+        return
+    lists = attend_union.make_lists(block_ids, cache, plan, config.tokens)
+    may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan)
+    attend_union.attend(q, cache, block_ids, plan, config, lists, *rest, may_yield=may_yield)
+    if may_yield:
+        attend_kv_major.attend(q, cache, block_ids, plan, *rest, lists.overlap, config.tokens)

@@ -1,0 +1,578 @@
+"""KV-major attention: each page is loaded once for all the tokens that chose it.
+
+For selections that neighbouring tokens share little of. A pick is one (token, slot) with a visible
+block. Three small kernels turn the block ids into a reverse index (the picks of every block, cut into
+items of at most ITEM_PICKS, so that a block that every token chose is many items); then, for one KV
+head and one chunk of tokens after the other, each item computes the partial output of its picks, and
+a combine merges the partial outputs of each token. Picks of a block stand in any order: a partial
+output does not depend on the picks beside it, so the result is the same in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...cache import KVCache, Scale
+from ...plan import Plan
+from . import launch
+from .tiles import (
+    BLOCK,
+    NVFP4,
+    NVFP4_FACTOR,
+    column_of,
+    fp8_to_fp16,
+    load_k_tile,
+    load_scale,
+    load_v_tile,
+    shares_little,
+)
+
+PARTIAL_BYTES = 256 << 20
+"""Partial outputs of one KV head and chunk of tokens."""
+ITEM_PICKS = 128
+TILE_ROWS = 64
+"""Query rows of a tile: what one warpgroup's registers hold beside a page."""
+MAX_ROWS = 1 << 20
+"""Rows of the reverse index: with more, zeroing and scanning it would cost as much as the attention."""
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_pages", "num_slots", "chunk_tokens"])
+def _count_kernel(
+    block_ids_ptr,  # [T, Hkv, K] int32
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    row_request_ptr,  # [T] int32
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    stride_table,
+    counts_ptr,  # [chunks, Hkv, R, B] int32, zeros
+    ranks_ptr,  # [T, Hkv, K] int32: which of its block's picks, -1 = no pick
+    overlap_ptr,  # [2] int32: entries and picks of the union lists
+    num_rows,
+    num_requests,
+    num_blocks,
+    num_pages,
+    num_slots,
+    chunk_tokens,
+    UNION_TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """counts[chunk, head, request, block] = picks of the block; one program: TOKENS tokens, a head."""
+    if not shares_little(overlap_ptr, UNION_TOKENS):
+        return
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.arange(0, SLOTS)
+    request = tl.load(row_request_ptr + row, mask=row < num_rows, other=-1)
+    owned = request >= 0
+    end_row = tl.load(cu_seqlens_ptr + request + 1, mask=owned, other=0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=owned, other=0)
+    position = tl.where(owned, seq_len - (end_row - row), -1)
+
+    ids = block_ids_ptr + (row.to(tl.int64) * stride_ids_t + head * stride_ids_h)[:, None]
+    live = owned[:, None] & (slot < num_slots)[None, :]
+    block = tl.load(ids + slot[None, :] * stride_ids_k, mask=live, other=-1)
+    seen = (block >= 0) & (block <= (position >> 7)[:, None]) & (block < num_blocks)
+    table = page_table_ptr + (request * stride_table)[:, None] + block
+    page = tl.load(table, mask=seen, other=-1)
+    seen = seen & (page >= 0) & (page < num_pages)
+    earlier = (slot[None, :, None] > slot[None, None, :]) & seen[:, None, :]
+    same = block[:, :, None] == block[:, None, :]
+    seen = seen & (tl.sum((earlier & same).to(tl.int32), 2) == 0)
+
+    chunk = row // chunk_tokens
+    csr_row = (((chunk * num_heads + head) * num_requests + request) * num_blocks)[:, None] + block
+    rank = tl.atomic_add(counts_ptr + csr_row, 1, mask=seen, sem="relaxed")
+    out = (row.to(tl.int64) * num_heads + head) * num_slots
+    tl.store(ranks_ptr + out[:, None] + slot[None, :], tl.where(seen, rank, -1), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows_per_head", "max_items"])
+def _items_kernel(
+    counts_ptr,  # [chunks * Hkv, R * B] int32
+    starts_ptr,  # [chunks * Hkv, R * B] int32: a row's first entry
+    totals_ptr,  # [chunks * Hkv, 2] int32, zeros: entries, items
+    items_ptr,  # [chunks * Hkv, max_items, 3] int32: row, first entry, picks
+    overlap_ptr,
+    rows_per_head,
+    max_items,
+    UNION_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
+):
+    """starts = entries before a row; items = rows cut into at most ITEM picks; one program: ROWS rows."""
+    if not shares_little(overlap_ptr, UNION_TOKENS):
+        return
+    group = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = group.to(tl.int64) * rows_per_head + row
+    count = tl.load(counts_ptr + at, mask=row < rows_per_head, other=0)
+    items = (count + ITEM - 1) // ITEM
+    first_entry = tl.atomic_add(totals_ptr + group * 2, tl.sum(count, 0), sem="relaxed")
+    first_item = tl.atomic_add(totals_ptr + group * 2 + 1, tl.sum(items, 0), sem="relaxed")
+    entry = first_entry + tl.cumsum(count, 0) - count
+    item = first_item + tl.cumsum(items, 0) - items
+    tl.store(starts_ptr + at, entry, mask=row < rows_per_head)
+    for i in range(tl.max(items, 0)):
+        more = i < items
+        out = items_ptr + (group.to(tl.int64) * max_items + item + i) * 3
+        tl.store(out, row, mask=more)
+        tl.store(out + 1, entry + i * ITEM, mask=more)
+        tl.store(out + 2, tl.minimum(count - i * ITEM, ITEM), mask=more)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_blocks", "num_slots", "chunk_tokens", "max_entries"]
+)
+def _fill_kernel(
+    block_ids_ptr,
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    row_request_ptr,
+    ranks_ptr,
+    starts_ptr,
+    entries_ptr,  # [chunks * Hkv, max_entries] int32: token * K + slot
+    overlap_ptr,
+    num_rows,
+    num_requests,
+    num_blocks,
+    num_slots,
+    chunk_tokens,
+    max_entries,
+    UNION_TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """entries[start of the block + rank] = pick; one program: TOKENS tokens of one head."""
+    if not shares_little(overlap_ptr, UNION_TOKENS):
+        return
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.arange(0, SLOTS)
+    request = tl.load(row_request_ptr + row, mask=row < num_rows, other=-1)
+    live = (request >= 0)[:, None] & (slot < num_slots)[None, :]
+    pick = (row.to(tl.int64) * num_heads + head)[:, None] * num_slots + slot[None, :]
+    rank = tl.load(ranks_ptr + pick, mask=live, other=-1)
+    ids = block_ids_ptr + (row.to(tl.int64) * stride_ids_t + head * stride_ids_h)[:, None]
+    block = tl.load(ids + slot[None, :] * stride_ids_k, mask=rank >= 0, other=0)
+    group = (row // chunk_tokens) * num_heads + head
+    csr_row = ((group * num_requests + request) * num_blocks)[:, None] + block
+    start = tl.load(starts_ptr + csr_row, mask=rank >= 0, other=0)
+    out = entries_ptr + group.to(tl.int64)[:, None] * max_entries + start + rank
+    tl.store(out, row[:, None] * num_slots + slot[None, :], mask=rank >= 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "group",
+        "first_token",
+        "num_blocks",
+        "num_slots",
+        "max_items",
+        "max_entries",
+    ]
+)
+def _attend_items_kernel(
+    q_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    k_ptr,
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    v_ptr,
+    stride_v_page,
+    stride_v_head,
+    stride_v_token,
+    q_scale,
+    k_scale,
+    v_scale,
+    stride_k_scale,
+    stride_v_scale,
+    softmax_scale_log2,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    stride_table,
+    items_ptr,
+    entries_ptr,
+    totals_ptr,
+    partial_out_ptr,  # [chunk tokens * K, GROUP, D]
+    partial_lse_ptr,  # [chunk tokens * K, GROUP] fp32, base 2
+    overlap_ptr,
+    group,  # chunk * Hkv + head
+    head,
+    first_token,
+    num_blocks,
+    num_slots,
+    max_items,
+    max_entries,
+    UNION_TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,  # picks of a tile
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    FP8_QUERY: tl.constexpr,
+    Q_SCALE_ON_DEVICE: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr,
+    V_SCALE_ON_DEVICE: tl.constexpr,
+    K_SCALE_PER_SLOT: tl.constexpr,
+    V_SCALE_PER_SLOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """partial = softmax(scale * q K^T) V over the keys of one block, for each of its picks
+
+    One program: one item, at most ITEM_PICKS picks of one block.
+    """
+    if not shares_little(overlap_ptr, UNION_TOKENS):
+        return
+    if tl.program_id(0) >= tl.load(totals_ptr + group * 2 + 1):
+        return
+    item = items_ptr + (group.to(tl.int64) * max_items + tl.program_id(0)) * 3
+    csr_row, begin, picks = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    request, block = csr_row // num_blocks, csr_row % num_blocks
+    page = tl.load(page_table_ptr + request * stride_table + block).to(tl.int64)
+    end_row = tl.load(cu_seqlens_ptr + request + 1)
+    seq_len = tl.load(seq_lens_ptr + request)
+    num_keys = seq_len - block * BLOCK
+
+    k_base = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
+    v_base = v_ptr + page * stride_v_page + head.to(tl.int64) * stride_v_head
+    k = load_k_tile(k_base, stride_k_token, num_keys, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D)
+    v = load_v_tile(v_base, stride_v_token, num_keys, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D)
+
+    r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK)
+    column = column_of(d, FORMAT, D)
+    if K_SCALE_PER_SLOT:
+        slot = head.to(tl.int64) * stride_k_scale + page * BLOCK + n
+        key_scale = tl.load(k_scale + slot, mask=n < num_keys, other=0.0)
+    if V_SCALE_PER_SLOT:
+        slot = head.to(tl.int64) * stride_v_scale + page * BLOCK + n
+        value_scale = tl.load(v_scale + slot, mask=n < num_keys, other=0.0)
+    scale = softmax_scale_log2 * load_scale(q_scale, Q_SCALE_ON_DEVICE)
+    out_scale = 1.0
+    if not K_SCALE_PER_SLOT:
+        scale *= load_scale(k_scale, K_SCALE_ON_DEVICE)
+    if not V_SCALE_PER_SLOT:
+        out_scale *= load_scale(v_scale, V_SCALE_ON_DEVICE)
+    if FORMAT == NVFP4:
+        scale *= NVFP4_FACTOR
+        out_scale *= NVFP4_FACTOR
+
+    member = r % GROUP_ROWS
+    q_head = head * GROUP + member
+    entries = entries_ptr + group.to(tl.int64) * max_entries + begin
+    for i in tl.range(0, picks, TOKENS, num_stages=STAGES):
+        at = i + r // GROUP_ROWS
+        live = (at < picks) & (r // GROUP_ROWS < TOKENS) & (member < GROUP)
+        pick = tl.load(entries + at, mask=live, other=0)
+        row = pick // num_slots
+        q = tl.load(
+            q_ptr
+            + (row.to(tl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+            + column[None, :] * stride_q_d,
+            mask=live[:, None],
+            other=0,
+        )
+        if FP8_QUERY:
+            q = fp8_to_fp16(q, False, NATIVE_FP8)
+        s = tl.dot(q.to(COMPUTE), k)
+        if K_SCALE_PER_SLOT:
+            s *= key_scale[None, :]
+        # Every pick sees the first key of its block: no row is empty.
+        last_key = seq_len - (end_row - row) - block * BLOCK
+        s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+        maximum = tl.max(s, 1) * scale
+        p = tl.exp2(s * scale - maximum[:, None])
+        total = tl.sum(p, 1)
+        if V_SCALE_PER_SLOT:
+            p *= value_scale[None, :]
+        o = tl.dot(p.to(COMPUTE), v) * (out_scale / total)[:, None]
+        partial = (pick - first_token * num_slots).to(tl.int64) * GROUP + member
+        tl.store(
+            partial_out_ptr + partial[:, None] * D + d[None, :],
+            o.to(partial_out_ptr.dtype.element_ty),
+            mask=live[:, None],
+        )
+        tl.store(partial_lse_ptr + partial, maximum + tl.log2(total), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_token", "num_slots"])
+def _combine_kernel(
+    partial_out_ptr,
+    partial_lse_ptr,
+    ranks_ptr,  # [T, Hkv, K]
+    row_request_ptr,
+    out_ptr,
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,
+    stride_lse_t,
+    stride_lse_h,
+    overlap_ptr,
+    num_rows,
+    head,
+    num_heads,
+    first_token,
+    num_slots,
+    UNION_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """out = sum of a token's partial outputs, weighted by 2^(lse - max); one program: one token."""
+    if not shares_little(overlap_ptr, UNION_TOKENS):
+        return
+    row = first_token + tl.program_id(0)
+    if row >= num_rows:
+        return
+    if tl.load(row_request_ptr + row) < 0:
+        return
+    member, d = tl.arange(0, GROUP_ROWS), tl.arange(0, D)
+    column = column_of(d, FORMAT, D)
+    live = member < GROUP
+    ranks = ranks_ptr + (row.to(tl.int64) * num_heads + head) * num_slots
+    first = tl.program_id(0).to(tl.int64) * num_slots
+    maximum = tl.full((GROUP_ROWS,), float("-inf"), tl.float32)
+    for slot in tl.range(0, num_slots):
+        used = tl.load(ranks + slot) >= 0
+        lse = partial_lse_ptr + (first + slot) * GROUP + member
+        lse = tl.load(lse, mask=live & used, other=float("-inf"))
+        maximum = tl.maximum(maximum, lse)
+    empty = maximum == float("-inf")
+    shift = tl.where(empty, 0.0, maximum)
+    total = tl.zeros((GROUP_ROWS,), tl.float32)
+    acc = tl.zeros((GROUP_ROWS, D), tl.float32)
+    for slot in tl.range(0, num_slots, loop_unroll_factor=4):
+        used = tl.load(ranks + slot) >= 0
+        partial = (first + slot) * GROUP + member
+        lse = tl.load(partial_lse_ptr + partial, mask=live & used, other=float("-inf"))
+        weight = tl.exp2(lse - shift)
+        part = partial_out_ptr + partial[:, None] * D + d[None, :]
+        part = tl.load(part, mask=(live & used)[:, None], other=0.0)
+        total += weight
+        acc += part.to(tl.float32) * weight[:, None]
+    acc *= (1.0 / tl.where(empty, 1.0, total))[:, None]
+    q_head = head * GROUP + member
+    out = out_ptr + row.to(tl.int64) * stride_out_t + (q_head * stride_out_h)[:, None]
+    tl.store(
+        out + column[None, :] * stride_out_d,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=live[:, None],
+    )
+    if HAS_LSE:
+        lse = (shift + tl.log2(total)) * 0.6931471805599453
+        at = row.to(tl.int64) * stride_lse_t + q_head * stride_lse_h
+        tl.store(lse_ptr + at, tl.where(empty, float("-inf"), lse), mask=live)
+
+
+@dataclass(frozen=True, slots=True)
+class ReverseIndex:
+    """The picks of every block, for each chunk of tokens and KV head."""
+
+    chunk_tokens: int
+    num_chunks: int
+    ranks: torch.Tensor  # [T, Hkv, K] int32
+    items: torch.Tensor  # [chunks * Hkv, max_items, 3] int32
+    entries: torch.Tensor  # [chunks * Hkv, chunk_tokens * K] int32
+    totals: torch.Tensor  # [chunks * Hkv, 2] int32
+
+
+def can_serve(plan: Plan) -> bool:
+    """The reverse index of the plan's bounds is small enough."""
+    return plan.num_requests * plan.num_blocks * plan.config.num_kv_heads <= MAX_ROWS
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    overlap: torch.Tensor,
+    union_tokens: int,
+) -> None:
+    """:func:`msattn.attend`, where the union tiles of ``union_tokens`` tokens yield; else nothing."""
+    choice = {"overlap_ptr": overlap, "UNION_TOKENS": union_tokens}
+    index = _reverse_index(block_ids, cache, plan, choice)
+    for chunk in range(index.num_chunks):
+        for head in range(plan.config.num_kv_heads):
+            _attend_chunk(
+                q, cache, plan, index, chunk, head, softmax_scale, q_scale, out, lse, choice
+            )
+
+
+def _reverse_index(
+    block_ids: torch.Tensor, cache: KVCache, plan: Plan, choice: dict[str, object]
+) -> ReverseIndex:
+    config, slots = plan.config, block_ids.shape[2]
+    rows, heads = plan.max_rows, config.num_kv_heads
+    token_bytes = slots * config.group_size * (2 * config.head_dim + 4)
+    num_chunks = -(-rows * token_bytes // PARTIAL_BYTES)
+    chunk_tokens = -(-rows // num_chunks)
+    groups, blocks = num_chunks * heads, plan.num_requests * plan.num_blocks
+    max_items = chunk_tokens * slots // ITEM_PICKS + min(blocks, chunk_tokens * slots)
+
+    def workspace(name: str, *shape: int) -> torch.Tensor:
+        return plan.workspace(f"kv_major_{name}", shape, torch.int32)
+
+    counts, starts = workspace("counts", groups, blocks), workspace("starts", groups, blocks)
+    totals = workspace("totals", groups, 2)
+    ranks = workspace("ranks", rows, heads, slots)
+    items, entries = (
+        workspace("items", groups, max_items, 3),
+        workspace("entries", groups, chunk_tokens * slots),
+    )
+    counts.zero_()
+    totals.zero_()
+    padded = triton.next_power_of_2(slots)
+    tokens = max(1, 128 // padded)
+    request = plan.tiles(1).request
+    bounds = {
+        "num_rows": rows,
+        "num_requests": plan.num_requests,
+        "num_blocks": plan.num_blocks,
+        "num_slots": slots,
+        "chunk_tokens": chunk_tokens,
+    }
+    grid = (triton.cdiv(rows, tokens), heads)
+    _count_kernel[grid](
+        block_ids,
+        *block_ids.stride(),
+        request,
+        plan.cu_seqlens_q,
+        plan.seq_lens,
+        plan.page_table,
+        plan.page_table.stride(0),
+        counts,
+        ranks,
+        num_pages=cache.num_pages,
+        **choice,
+        **bounds,
+        TOKENS=tokens,
+        SLOTS=padded,
+    )
+    _items_kernel[(triton.cdiv(blocks, 1024), groups)](
+        counts,
+        starts,
+        totals,
+        items,
+        rows_per_head=blocks,
+        max_items=max_items,
+        **choice,
+        ROWS=1024,
+        ITEM=ITEM_PICKS,
+    )
+    _fill_kernel[grid](
+        block_ids,
+        *block_ids.stride(),
+        request,
+        ranks,
+        starts,
+        entries,
+        max_entries=entries.shape[1],
+        **choice,
+        **bounds,
+        TOKENS=tokens,
+        SLOTS=padded,
+    )
+    return ReverseIndex(chunk_tokens, num_chunks, ranks, items, entries, totals)
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    cache: KVCache,
+    plan: Plan,
+    index: ReverseIndex,
+    chunk: int,
+    head: int,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    choice: dict[str, object],
+) -> None:
+    """The partial outputs of one chunk of tokens and one KV head, and their merge."""
+    config, slots = plan.config, index.ranks.shape[2]
+    group_rows = triton.next_power_of_2(config.group_size)
+    tokens = max(1, TILE_ROWS // group_rows)
+    shape = (index.chunk_tokens * slots, config.group_size)
+    dtype = cache.format.storage_dtype if cache.format.name == "bf16" else torch.float16
+    partial_out = plan.workspace("kv_major_out", (*shape, config.head_dim), dtype)
+    partial_lse = plan.workspace("kv_major_lse", shape, torch.float32)
+    first_token = chunk * index.chunk_tokens
+    common = {
+        **choice,
+        "head": head,
+        "first_token": first_token,
+        "num_slots": slots,
+        "GROUP": config.group_size,
+        "GROUP_ROWS": group_rows,
+        "D": config.head_dim,
+    }
+    _attend_items_kernel[(index.items.shape[1],)](
+        launch.raw(q),
+        *q.stride(),
+        *launch.pool_arguments(cache),
+        **launch.scale_arguments("q_scale", q_scale, slots=False),
+        **launch.scale_arguments("k_scale", cache.k_scale),
+        **launch.scale_arguments("v_scale", cache.v_scale),
+        softmax_scale_log2=softmax_scale * math.log2(math.e),
+        cu_seqlens_ptr=plan.cu_seqlens_q,
+        seq_lens_ptr=plan.seq_lens,
+        page_table_ptr=plan.page_table,
+        stride_table=plan.page_table.stride(0),
+        items_ptr=index.items,
+        entries_ptr=index.entries,
+        totals_ptr=index.totals,
+        partial_out_ptr=partial_out,
+        partial_lse_ptr=partial_lse,
+        group=chunk * config.num_kv_heads + head,
+        num_blocks=plan.num_blocks,
+        max_items=index.items.shape[1],
+        max_entries=index.entries.shape[1],
+        **common,
+        TOKENS=tokens,
+        ROWS=max(16, tokens * group_rows),
+        **launch.format_arguments(cache.format, q.device),
+        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
+        STAGES=2,
+        num_warps=4,
+    )
+    lse_arguments = (partial_lse, 0, 0) if lse is None else (lse, *lse.stride())
+    _combine_kernel[(index.chunk_tokens,)](
+        partial_out,
+        partial_lse,
+        index.ranks,
+        plan.tiles(1).request,
+        out,
+        *out.stride(),
+        *lse_arguments,
+        num_rows=plan.max_rows,
+        num_heads=config.num_kv_heads,
+        **common,
+        FORMAT=launch.format_arguments(cache.format, q.device)["FORMAT"],
+        HAS_LSE=lse is not None,
+        num_warps=4,
+    )
