@@ -132,6 +132,72 @@ def demo_command(
     return demo.run(out, device)
 
 
+@app.command("bench")
+def bench_command(
+    op: Annotated[
+        str, typer.Option(help="store, scores, select, index, attend, merge, layer; default all.")
+    ] = "",
+    case: Annotated[
+        str, typer.Option(help="Globs over the names that --list shows, as 'step/*,chunk/8192@*'.")
+    ] = "",
+    kv: Annotated[str, typer.Option(help="KV formats.", show_default="bf16,fp8_e4m3,nvfp4")] = "",
+    heads: Annotated[str, typer.Option(help="Query heads / KV heads.", show_default="64/4")] = "",
+    pattern: Annotated[
+        str, typer.Option(help="Selections: realistic, uniform, recent.", show_default="realistic")
+    ] = "",
+    impl: Annotated[
+        str, typer.Option(help="auto, reference, triton, hopper.", show_default="auto")
+    ] = "",
+    peers: Annotated[
+        Literal["auto", "none"],
+        typer.Option(help="Measure FlashInfer, vLLM and torch's SDPA too, where they import."),
+    ] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases, fewer replays.")] = False,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="Start no case after this many seconds.")
+    ] = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl and results.csv.")
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw PNGs into --out.")] = False,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    earlier: Annotated[
+        str, typer.Option("--from", help="Measure nothing: report earlier results.jsonl files.")
+    ] = "",
+) -> int:
+    """Measure every stage and the layer, beside what else is installed. Lists are comma-separated.
+
+    Results are checked against the reference first; one that is wrong is reported and not timed.
+    """
+    if plot and out is None:
+        raise CliError("--plot draws into the folder of --out, which is missing")
+    from . import bench
+
+    return bench.run(
+        bench.Options(
+            ops=_listed(op),
+            cases=_listed(case),
+            kv=_listed(kv),
+            heads=_listed(heads),
+            patterns=_listed(pattern),
+            impls=_listed(impl),
+            peers=peers,
+            quick=quick,
+            limit=limit,
+            device=device,
+            out=out,
+            plot=plot,
+            list_cases=list_cases,
+            earlier=_listed(earlier),
+        )
+    )
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def _require_transformers() -> None:
     try:
         from transformers import MiniMaxM3VLForCausalLM  # noqa: F401

@@ -1,0 +1,1 @@
+"""``msattn bench``: every stage and the whole layer, beside what else is installed."""
