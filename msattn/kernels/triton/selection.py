@@ -40,9 +40,13 @@ def key_score(key):
 def load_chunk(row_ptr, stride, start, first, last, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
     """Scores [CHUNK] of the columns from start on; NaN outside of first .. last - 1."""
     column = start + tl.arange(0, CHUNK)
-    # In whole vectors: a mask that may change inside of one would split the load into words.
-    x = tl.load(row_ptr + column * stride, mask=column // VECTOR * VECTOR < last, other=0.0)
-    return tl.where((column >= first) & (column < last), x, float("nan"))
+    if (start >= first) & (start + CHUNK <= last):
+        x = tl.load(row_ptr + column * stride)
+    else:
+        # In whole vectors: a mask that may change inside of one would split the load into words.
+        x = tl.load(row_ptr + column * stride, mask=column // VECTOR * VECTOR < last, other=0.0)
+        x = tl.where((column >= first) & (column < last), x, float("nan"))
+    return x
 
 
 @triton.jit
@@ -115,26 +119,39 @@ def kth_score(row_ptr, stride, first, last, k, CHUNK: tl.constexpr, VECTOR: tl.c
 
 
 @triton.jit
-def write_best(
-    row_ptr, stride, out_ptr, stride_out, first, last, k, key, num_above,
+def best_columns(
+    row_ptr, stride, first, last, ids, slot, k, key, num_above,
     CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Ids of the k best columns, ascending: all above key, and the first that equal it."""
-    score, num_equal = key_score(key), k - num_above
-    seen = 0  # so far: above in the high half, equal in the low one
-    for start in range(0, last, CHUNK):
+    """Put the k best columns into ids, ascending, where `slot` is 0 and following.
+
+    They are those above key, and the first of those that equal it. One comes after the other: they
+    are few, and places for all at once would cost a scan of every chunk.
+    """
+    NONE: tl.constexpr = 0x7FFFFFFF
+    score, left, taken, start = key_score(key), k - num_above, 0, 0
+    while taken < k:
         column = start + tl.arange(0, CHUNK)
         x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
-        above = is_above(x, score)
-        inside = (column >= first) & (column < last)
-        equal = tl.where(score == score, x == score, inside & (above == 0))
-        counted = (above.to(tl.int32) << 16) | equal.to(tl.int32)
-        running = seen + tl.cumsum(counted, 0)
-        rank_equal = running & 0xFFFF
-        chosen = above | (equal & (rank_equal <= num_equal))
-        slot = (running >> 16) + tl.minimum(rank_equal, num_equal) - 1
-        tl.store(out_ptr + slot * stride_out, column, mask=chosen)
-        seen += tl.sum(counted)
+        # Odd where the score is the last one, of which only so many are taken.
+        if score == score:
+            wanted = (x > score) | ((x == score) & (left > 0))
+            code = tl.where(wanted, 2 * column + (x == score).to(tl.int32), NONE)
+        else:
+            inside = (column >= first) & (column < last)
+            wanted = (x >= float("-inf")) | (inside & (left > 0))
+            code = tl.where(wanted, 2 * column + tl.where(x >= float("-inf"), 0, 1), NONE)
+        best = tl.min(code)
+        while best != NONE:
+            ids = tl.where(slot == taken, best >> 1, ids)
+            taken += 1
+            code = tl.where(code > best, code, NONE)
+            left -= best & 1
+            if (best & 1) & (left == 0):
+                code = tl.where((code & 1) == 0, code, NONE)
+            best = tl.min(code)
+        start += CHUNK
+    return ids
 
 
 @triton.jit
@@ -149,21 +166,17 @@ def select_row(
     least TOPK. VECTOR: as many neighbouring scores may be read together, whatever `visible` is.
     """
     slot = tl.arange(0, triton.next_power_of_2(TOPK))
-    if visible <= TOPK:
-        ids = tl.where(slot < visible, slot, -1)
-        tl.store(out_ptr + slot * stride_out, ids, mask=slot < TOPK)
-    else:
-        local = slot >= TOPK - LOCAL
-        ids = tl.where(local, visible - TOPK + slot, slot)
-        tl.store(out_ptr + slot * stride_out, ids, mask=((slot < INIT) | local) & (slot < TOPK))
+    ids = tl.where(slot < visible, slot, -1)
+    if visible > TOPK:
+        ids = tl.where(slot < TOPK - LOCAL, slot, visible - TOPK + slot)
         if INIT + LOCAL < TOPK:
             k: tl.constexpr = TOPK - INIT - LOCAL
             last = visible - LOCAL
             key, above = kth_score(row_ptr, stride, INIT, last, k, CHUNK, VECTOR)
-            best_ptr = out_ptr + INIT * stride_out
-            write_best(
-                row_ptr, stride, best_ptr, stride_out, INIT, last, k, key, above, CHUNK, VECTOR
+            ids = best_columns(
+                row_ptr, stride, INIT, last, ids, slot - INIT, k, key, above, CHUNK, VECTOR
             )
+    tl.store(out_ptr + slot * stride_out, ids, mask=slot < TOPK)
 
 
 @triton.jit(do_not_specialize=["num_owned", "first_row", "max_visible"])
