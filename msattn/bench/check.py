@@ -117,8 +117,8 @@ def check_store(inputs: Inputs) -> Check:
     slots = inputs.slots[0][rows]
     pages, place = (slots // BLOCK_SIZE).unique(return_inverse=True)
     assert isinstance(inputs.cache.tensor, torch.Tensor)
-    got = KVCache.from_tensor(inputs.cache.tensor[pages], config, fmt)
-    index = inputs.index.tensor.flatten(0, 1)[slots]
+    got = KVCache.from_tensor(take(inputs.cache.tensor, pages), config, fmt)
+    index = take(inputs.index.tensor.flatten(0, 1), slots)
     errors = [_relative(index.float(), inputs.index_k[0, rows].to(index.dtype).float())]
     for mine, theirs in zip(got.dequantize(), want.dequantize(), strict=True):
         heads_last = mine.transpose(1, 2).flatten(0, 1)[place * BLOCK_SIZE + slots % BLOCK_SIZE]
@@ -141,6 +141,11 @@ def sample_rows(inputs: Inputs, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(inputs.seed)
     some = torch.randperm(tokens, generator=generator)[: count - 2].tolist()
     return torch.tensor(sorted({0, tokens - 1, *some}), device=inputs.device)
+
+
+def take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``x[rows]``; as bytes, where the device cannot index the dtype."""
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype.itemsize == 1 else x[rows]
 
 
 def _row_plan(inputs: Inputs, rows: torch.Tensor) -> Plan:
@@ -167,7 +172,7 @@ def _attend_rows(
 
 def _score_rows(inputs: Inputs, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
     """``[Hi, n, B]`` fp32, summed in fp64."""
-    return index_scores(inputs.index_q[0, rows], inputs.index, plan, impl="reference")
+    return index_scores(take(inputs.index_q[0], rows), inputs.index, plan, impl="reference")
 
 
 def _numbers(got: torch.Tensor, want: torch.Tensor, *, limit: float) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import cached_property
 
 import torch
@@ -20,6 +21,7 @@ from .workloads import Workload
 CHUNK_BYTES = 128 << 20  # of KV pages that are filled once and then repeated
 POOL_SHARE = 0.5  # of the device's memory that the KV pool may take
 CPU_POOL_BYTES = 1 << 30
+UNMAPPED_PER_SECOND = 200e9  # bytes that a driver takes back
 
 # Index keys and queries that select about as the published figures say: some blocks are stronger
 # than others, queries drift from token to token, and the heads resemble one another.
@@ -49,7 +51,7 @@ class Pools:
         key = (config, fmt)
         if self._kv is None or self._kv[0] != key or self._kv[1].num_pages < pages:
             self._kv = None
-            _release(self.device)
+            release(self.device)
             self._kv = (key, _random_kv(config, fmt, pages, self.device))
         return self._kv[1]
 
@@ -58,7 +60,7 @@ class Pools:
         key = (config.index_head_dim, fmt)
         if self._index is None or self._index[0] != key or self._index[1].num_pages < pages:
             self._index = None
-            _release(self.device)
+            release(self.device)
             self._index = (key, _random_index(config, fmt, pages, self.device))
         return self._index[1]
 
@@ -311,7 +313,10 @@ def _drifting(own: torch.Tensor, shared: torch.Tensor, rows: Rows) -> torch.Tens
     return out
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Give unused memory back, and wait: what is timed while gigabytes are unmapped is slower."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        before = torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()
+        time.sleep((before - torch.cuda.memory_reserved(device)) / UNMAPPED_PER_SECOND)

@@ -7,10 +7,13 @@ attention without the writes to the caches, which favours it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..cache import KVCache
+from ..config import BLOCK_SIZE
 from ..reference.pages import read_k, read_v
 from .check import (
     check_attention,
@@ -216,8 +219,12 @@ class FlashInfer:
 
     def prepare(self, op: str, inputs: Inputs) -> Prepared:
         _require(inputs.device.type == "cuda", "runs on GPUs")
-        _require(inputs.format.name == "fp8_e4m3", "fp8_e4m3 caches only")
         at = _Lengths(inputs)
+        few = at.query_len is not None and at.query_len <= 4
+        if op in ("scores", "index"):
+            _require(inputs.format.is_fp8 or few, "bf16 index keys for up to 4 queries only")
+        elif op != "select":
+            _require(inputs.format.name == "fp8_e4m3", "fp8_e4m3 caches only")
         if self.schedule is not None:
             _require(op == "attend" and not at.query_len, "a schedule of prefill attention")
         return _by_op(self, op, inputs, at)
@@ -267,7 +274,7 @@ class FlashInfer:
 
     def _visible(self, x: Inputs) -> torch.Tensor:
         """Blocks that each token sees: a step's metadata, made once for all layers."""
-        return (x.rows.position // 128 + 1).int()
+        return (x.rows.position // BLOCK_SIZE + 1).int()
 
     def prepare_attend(self, x: Inputs, at: _Lengths) -> Prepared:
         ids = x.block_ids_by_head
@@ -301,8 +308,11 @@ class FlashInfer:
             self._scores(x, at, r, scores)
             self._select(x, visible, scores)
             # The selection writes [T, H, K]; the attention wants [H, T, K], contiguous.
-            x.ids_out_by_head.copy_(x.ids_out.transpose(0, 1))
-            self._attention(x, at, r, x.ids_out_by_head)
+            if x.config.num_kv_heads == 1:
+                ids = x.ids_out.view(1, x.num_tokens, -1)
+            else:
+                ids = x.ids_out_by_head.copy_(x.ids_out.transpose(0, 1))
+            self._attention(x, at, r, ids)
 
         calls = each(x, call)
         return Prepared(calls, lambda: check_layer(x, x.out[0]))
@@ -324,7 +334,7 @@ class DenseSdpa:
         tokens, keys = x.num_tokens // requests, lengths.pop()
         size = requests * keys * x.format.bytes_per_token(x.config)
         _require(size <= DENSE_BYTES, f"{size >> 30} GiB of keys and values are too many")
-        k, v = self._gathered(x, keys)
+        k, v = (self._gathered(x, keys, read) for read in (read_k, read_v))
         bias = _causal(tokens, keys, x.device)
         # One set of keys: a warm L2 can only favour the peer.
         q = x.q.view(x.sets, requests, tokens, *x.q.shape[2:]).transpose(2, 3)
@@ -340,15 +350,16 @@ class DenseSdpa:
 
         return Prepared([lambda: call(0)], check)
 
-    def _gathered(self, x: Inputs, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of set 0, ``[R, Hkv, keys, D]``."""
-        blocks = -(-keys // 128)
-        sides = []
-        for read in (read_k, read_v):
-            requests = [read(x.cache, table[:blocks].long()).to(x.q.dtype) for table in x.tables[0]]
-            joined = torch.stack([r.transpose(0, 1).flatten(1, 2) for r in requests])
-            sides.append(joined[:, :, :keys].contiguous())
-        return sides[0], sides[1]
+    def _gathered(
+        self, x: Inputs, keys: int, read: Callable[[KVCache, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """K or V of set 0, ``[R, Hkv, keys, D]``; one request after the other, for the memory."""
+        shape = len(x.tables[0]), x.config.num_kv_heads, keys, x.config.head_dim
+        side = torch.empty(shape, dtype=x.q.dtype, device=x.device)
+        for request, table in zip(side, x.tables[0], strict=True):
+            pages = read(x.cache, table[: -(-keys // BLOCK_SIZE)].long())
+            request.copy_(pages.transpose(0, 1).flatten(1, 2)[:, :keys])
+        return side
 
 
 def find_peers() -> tuple[list[Provider], dict[str, str]]:

@@ -12,7 +12,7 @@ from ..config import MSAConfig
 from ..kv_format import KVFormat
 from ..testing.cost import Cost, Roofs, dense_cost
 from ..testing.timing import host_seconds, sets_needed, time_calls
-from .inputs import Inputs, Pools
+from .inputs import Inputs, Pools, release
 from .ops import OPS, Op, Provider
 from .record import Record
 from .workloads import Workload
@@ -122,8 +122,7 @@ def _run_unit(
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device is lost, and every later case with it
             out.append(replace(record, note=_sentence(error)))
-        if pools.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(pools.device)
     return out
 
 
@@ -168,7 +167,7 @@ def _measure(
     return replace(
         record,
         status="ok",
-        note="" if timing.method != "events" else "not captured in a graph",
+        note="" if timing.method != "events" else "timed without a graph: it waits for the device",
         us=timing.median * 1e6,
         us_p20=timing.p20 * 1e6,
         us_p80=timing.p80 * 1e6,

@@ -68,25 +68,29 @@ def run(options: Options) -> int:
     facts = {k: v for k, v in header.items() if k != "roofs"}
     print_header(console, facts, roofs, [peer.name for peer in peers], missing)
     records: list[Record] = []
-    done = 0
+    done, lost = 0, ""
     seconds = CPU_SECONDS if device.type == "cpu" else QUICK_SECONDS if options.quick else SECONDS
     measured = run_units(
         units, [*providers, *peers], roofs, device, seconds=seconds, limit=options.limit
     )
-    with _progress() as progress:
-        bar = progress.add_task("cases", total=len(units))
-        for _, found in measured:
-            progress.advance(bar)
-            print_case(console, found)
-            records += found
-            done += 1
-            if options.out is not None:  # after each case: a run that is cut short leaves its part
-                write_results(options.out, header, records)
+    try:
+        with _progress() as progress:
+            bar = progress.add_task("cases", total=len(units))
+            for _, found in measured:
+                progress.advance(bar)
+                print_case(console, found)
+                records += found
+                done += 1
+                if options.out is not None:  # each time: a run that is cut short leaves its part
+                    write_results(options.out, header, records)
+    except torch.AcceleratorError as error:  # the device is lost to this process
+        lost = str(units[done])
+        console.print(f"[bold red]{lost}: {str(error).splitlines()[0]}[/bold red]")
     print_summary(console, records, len(units) - done)
     if options.out is not None:
-        header["gpu_after"] = gpu_state(device) if device.type == "cuda" else {}
+        header["state_after"] = gpu_state(device) if device.type == "cuda" else {}
         _leave_results(options, console, header, records)
-    return int(any(r.mine and r.status in ("wrong", "failed") for r in records))
+    return int(bool(lost) or any(r.mine and r.status in ("wrong", "failed") for r in records))
 
 
 def _report_again(options: Options) -> int:

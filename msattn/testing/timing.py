@@ -52,10 +52,10 @@ def time_calls(
     """
     if device.type != "cuda":
         return _timing([_clock(call) for _ in range(_repeats(calls, seconds)) for call in calls], 1)
-    for call in (calls[0], calls[-1]):  # compiles, and allocates what a plan owns
+    for call in calls:  # compiles, and makes what a plan makes once for all layers of a step
         call()
     torch.cuda.synchronize(device)
-    graph = _captured(calls, device) if capture else None
+    graph = _captured(calls, device) if capture and not _syncs(calls[-1], device) else None
     replay = graph.replay if graph is not None else lambda: [call() for call in calls]
     each = _warm(replay, device)
     count = max(MIN_REPLAYS, min(MAX_REPLAYS, int(seconds / each)))
@@ -78,8 +78,8 @@ def host_seconds(call: Call, device: torch.device, gpu_seconds: float) -> float:
     return elapsed / count
 
 
-def _captured(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """All calls in one graph, None where one of them cannot be captured."""
+def _captured(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
+    """All calls in one graph."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -87,14 +87,24 @@ def _captured(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGra
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-    except RuntimeError:  # it syncs with the host, as the reference does
-        torch.cuda.synchronize(device)
-        return None
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
     return graph
+
+
+def _syncs(call: Call, device: torch.device) -> bool:
+    """Whether a call waits for the device, as the reference does: it cannot be captured then."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.synchronize(device)
+    return False
 
 
 def _warm(replay: Call, device: torch.device) -> float:
