@@ -13,7 +13,7 @@ which may swap blocks whose scores are as close as that.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -331,7 +331,7 @@ def choose_stages(num_stages: int, key_bytes: int) -> int:
     return num_stages if key_bytes > 128 else 2 * num_stages - 1
 
 
-@cache
+@lru_cache(maxsize=1024)
 def choose_splits(num_tiles: int, num_blocks: int, room: int) -> int:
     """Programs that share a tile of ``num_blocks`` blocks, where ``room`` programs run at a time.
 
@@ -343,4 +343,5 @@ def choose_splits(num_tiles: int, num_blocks: int, room: int) -> int:
         triton.cdiv(num_tiles * n, room) * (triton.cdiv(num_blocks, n) + PROGRAM_OVERHEAD_BLOCKS)
         for n in range(1, most + 1)
     ]
-    return max(n for n in range(1, most + 1) if cost[n - 1] <= 1.05 * min(cost))
+    enough = 1.05 * min(cost)
+    return max(n for n, c in enumerate(cost, start=1) if c <= enough)
