@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 import torch
 
-from .attend import attend
+from .attend import Options, State, prepare_attend
 from .cache import IndexCache, KVCache, Scale
 from .checks import fail, require_tensor
-from .indexer import index_select
+from .indexer import prepare_index_select
 from .plan import Plan
-from .store import store_index_k, store_kv
+from .store import prepare_store_index_k, prepare_store_kv
 
 
+class LayerOptions(Options, total=False):
+    """Arguments of :func:`sparse_attention` that do not decide what it returns."""
+
+    index_plan: Plan | None
+    index_slot_mapping: torch.Tensor | None
+
+
+@overload
+def sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index_q: torch.Tensor, index_k: torch.Tensor,
+    cache: KVCache, index: IndexCache, plan: Plan, slot_mapping: torch.Tensor,
+    *, return_lse: Literal[False] = False, **options: Unpack[LayerOptions],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index_q: torch.Tensor, index_k: torch.Tensor,
+    cache: KVCache, index: IndexCache, plan: Plan, slot_mapping: torch.Tensor,
+    *, return_lse: Literal[True], **options: Unpack[LayerOptions],
+) -> State: ...  # fmt: skip
+@overload
+def sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index_q: torch.Tensor, index_k: torch.Tensor,
+    cache: KVCache, index: IndexCache, plan: Plan, slot_mapping: torch.Tensor,
+    *, return_lse: bool, **options: Unpack[LayerOptions],
+) -> torch.Tensor | State: ...  # fmt: skip
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -30,7 +57,7 @@ def sparse_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | State:
     """Store the step's keys and values, select blocks for its queries, attend over them.
 
     Args:
@@ -44,17 +71,17 @@ def sparse_attention(
         impl: one for every stage.
 
     Returns:
-        What :func:`msattn.attend` returns.
+        What :func:`msattn.attend` returns. Where a stage raises, none of them has written.
     """
-    # Before anything is written, and by name: the stages would only speak of block_ids.
+    # By name: the stages would only speak of block_ids.
     rows = require_tensor("q", q).shape[:1]
     if require_tensor("index_q", index_q).shape[:1] != rows:
         raise fail("index_q", f"as many rows as q, {list(rows)}", list(index_q.shape[:1]))
     index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
-    store_kv(k, v, cache, slot_mapping, impl=impl)
-    store_index_k(index_k, index, index_slots, impl=impl)
-    block_ids = index_select(index_q, index, index_plan or plan, impl=impl)
-    return attend(
+    store = prepare_store_kv(k, v, cache, slot_mapping, impl=impl)
+    store_index = prepare_store_index_k(index_k, index, index_slots, impl=impl)
+    select, block_ids = prepare_index_select(index_q, index, index_plan or plan, impl=impl)
+    attend, result = prepare_attend(
         q,
         cache,
         block_ids,
@@ -65,3 +92,6 @@ def sparse_attention(
         return_lse=return_lse,
         impl=impl,
     )
+    for launch in (store, store_index, select, attend):
+        launch()
+    return result

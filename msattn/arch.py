@@ -15,6 +15,11 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """What is launched on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @cache
 def device_name(device: torch.device) -> str:
     """What a person calls the device."""

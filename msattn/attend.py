@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
 from .cache import KVCache, Scale
 from .checks import fail, require_number, require_output, require_tensor, require_type
-from .dispatch import Problem, choose
+from .dispatch import Launch, Problem, nothing, prepare
 from .indexer import require_rows
 from .plan import Plan
 from .store import MODEL_DTYPES
 
 QUERY_DTYPES = (*MODEL_DTYPES, torch.float8_e4m3fn)
 
+State = tuple[torch.Tensor, torch.Tensor]
+"""Output and LSE of the same rows."""
 
+
+class Options(TypedDict, total=False):
+    """Arguments of :func:`attend` that do not decide what it returns."""
+
+    softmax_scale: float | None
+    q_scale: Scale | None
+    out: torch.Tensor | None
+    impl: str
+
+
+@overload
+def attend(
+    q: torch.Tensor, cache: KVCache, block_ids: torch.Tensor, plan: Plan,
+    *, return_lse: Literal[False] = False, lse_out: None = None, **options: Unpack[Options],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attend(
+    q: torch.Tensor, cache: KVCache, block_ids: torch.Tensor, plan: Plan,
+    *, return_lse: Literal[True], lse_out: torch.Tensor | None = None, **options: Unpack[Options],
+) -> State: ...  # fmt: skip
+@overload
+def attend(
+    q: torch.Tensor, cache: KVCache, block_ids: torch.Tensor, plan: Plan,
+    *, return_lse: bool = False, lse_out: torch.Tensor | None = None, **options: Unpack[Options],
+) -> torch.Tensor | State: ...  # fmt: skip
 def attend(
     q: torch.Tensor,
     cache: KVCache,
@@ -28,7 +56,7 @@ def attend(
     return_lse: bool = False,
     lse_out: torch.Tensor | None = None,
     impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | State:
     """Attention of every query token over the visible keys of its blocks.
 
     Equivalent to, for token t at position p, query head h and its KV head ``h // group_size``::
@@ -57,6 +85,36 @@ def attend(
         exactly 0 with LSE -inf. Rows behind the plan's last query token are not written in a
         caller's buffer.
     """
+    launch, result = prepare_attend(
+        q,
+        cache,
+        block_ids,
+        plan,
+        softmax_scale=softmax_scale,
+        q_scale=q_scale,
+        out=out,
+        return_lse=return_lse,
+        lse_out=lse_out,
+        impl=impl,
+    )
+    launch()
+    return result
+
+
+def prepare_attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    *,
+    softmax_scale: float | None = None,
+    q_scale: Scale | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_out: torch.Tensor | None = None,
+    impl: str,
+) -> tuple[Launch, torch.Tensor | State]:
+    """The launch of :func:`attend`, and what it returns, still to be filled."""
     require_type("cache", cache, KVCache)
     require_type("plan", plan, Plan)
     _check_cache(cache, plan)
@@ -77,10 +135,11 @@ def attend(
     lse = lse_out
     if lse is None and return_lse:
         lse = torch.full(tuple(lse_shape.values()), -math.inf, dtype=torch.float32, device=device)
-    if tokens:
-        problem = Problem("attend", device, config, cache.format, q.dtype, plan.num_blocks)
-        choose(impl, problem)(q, cache, block_ids, plan, *scales, out, lse)
-    return out if lse is None else (out, lse)
+    result = out if lse is None else (out, lse)
+    if not tokens:
+        return nothing, result
+    problem = Problem("attend", device, config, cache.format, q.dtype, plan.num_blocks)
+    return prepare(impl, problem, q, cache, block_ids, plan, *scales, out, lse), result
 
 
 def _check_cache(cache: KVCache, plan: Plan) -> None:

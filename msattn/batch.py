@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from operator import index
 
@@ -24,15 +24,16 @@ class Batch:
     the positions up to its own. A position below 0 (a padding request with seq_len 0) sees nothing.
 
     Worked example: a decode row, a row verifying 3 drafts, and a prompt of 300 tokens with 200 more
-        in
-    the cache: ``cu_seqlens_q = [0, 1, 5, 305]``, ``seq_lens = [4096, 131, 500]``.
+    in the cache: ``cu_seqlens_q = [0, 1, 5, 305]``, ``seq_lens = [4096, 131, 500]``.
 
     The integers are host bounds, so that nothing has to be read back from the device.
     """
 
-    cu_seqlens_q: torch.Tensor  # [R + 1] int32: request r owns the rows cu[r] .. cu[r + 1] - 1
-    seq_lens: torch.Tensor  # [R] int32: KV length, this step's tokens included
-    page_table: torch.Tensor  # [R, B] int32: block -> page; entries outside the pool are unmapped
+    # [R + 1] int32: request r owns the rows cu[r] .. cu[r + 1] - 1
+    cu_seqlens_q: torch.Tensor = field(repr=False)
+    seq_lens: torch.Tensor = field(repr=False)  # [R] int32: KV length, this step's tokens included
+    # [R, B] int32: block -> page; entries outside the pool are unmapped
+    page_table: torch.Tensor = field(repr=False)
     _: KW_ONLY
     max_query_len: int  # at least every request's query tokens
     max_seq_len: int  # at least every request's seq_lens entry

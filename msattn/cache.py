@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +43,11 @@ class KVCache:
 
     # Plain: [pages, Hkv, 128, 2*D] or a pair (K, V) of [pages, Hkv, 128, D];
     # NVFP4: [pages, 2*Hkv, 128, 72] uint8.
-    tensor: Pool
+    tensor: Pool = field(repr=False)
     format: KVFormat  # how the numbers are stored
-    k_scale: Scale  # float, fp32 tensor of one element, or fp32 [Hkv, pages * 128]
-    v_scale: Scale  # as k_scale
+    # float, fp32 tensor of one element, or fp32 [Hkv, pages * 128]
+    k_scale: Scale = field(repr=False)
+    v_scale: Scale = field(repr=False)  # as k_scale
     num_kv_heads: int
     head_dim: int
 
@@ -171,7 +172,7 @@ class KVCache:
 class IndexCache:
     """Paged index keys of one layer, one vector per token; always at unit scale."""
 
-    tensor: torch.Tensor  # [pages, 128, Di]
+    tensor: torch.Tensor = field(repr=False)  # [pages, 128, Di]
     format: KVFormat  # bf16, fp16, fp8_e4m3 or fp32
 
     @classmethod

@@ -89,9 +89,13 @@ def one_of(values: Sequence[object]) -> str:
 
 
 def _matches(got: torch.Size, shape: Shape) -> bool:
-    return len(got) == len(shape) and all(
-        want is None or have == want for have, want in zip(got, shape.values(), strict=True)
-    )
+    if len(got) != len(shape):
+        return False
+    # A loop: a generator costs more than the rest of the checks.
+    for have, want in zip(got, shape.values(), strict=True):
+        if have != want and want is not None:
+            return False
+    return True
 
 
 def _describe(shape: Shape) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ IMPLEMENTATION_NAMES = ("hopper", "triton", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """What an implementation looks at when it says whether it can serve."""
 
     stage: str
@@ -85,13 +84,40 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
 """The implementations of each stage; a new one is a new row here, and no caller changes."""
 
 
+Launch = Callable[[], None]
+"""A stage that was checked, has its outputs allocated and its implementation chosen."""
+
+
+def prepare(impl: str, problem: Problem, *arguments: object) -> Launch:
+    """The launch of the implementation that serves ``problem``."""
+    return partial(choose(impl, problem), *arguments)
+
+
+def nothing() -> None:
+    """The launch of a stage without tokens."""
+
+
+_CHOSEN: dict[tuple[str, Problem], tuple[tuple[Implementation, ...], Callable[..., Any]]] = {}
+"""Choices made so far, with the rows that they were made from."""
+
+
 def choose(impl: str, problem: Problem) -> Callable[..., Any]:
     """The function that serves ``problem``.
 
     ``"auto"`` takes the first implementation whose reasons against it are none. A named one that
     cannot serve raises NotImplementedError with its reasons; nothing else is tried in its place.
     """
-    impl = _resolve(impl)
+    impl, rows = _resolve(impl), TABLE[problem.stage]
+    made_from, function = _CHOSEN.get((impl, problem), (None, None))
+    if function is None or made_from is not rows:
+        function = _choose(impl, problem)
+        # Whether Triton runs on a CPU is for the environment to say, at any time.
+        if problem.device.type != "cpu":
+            _CHOSEN[impl, problem] = rows, function
+    return function
+
+
+def _choose(impl: str, problem: Problem) -> Callable[..., Any]:
     names = IMPLEMENTATION_NAMES if impl == "auto" else (impl,)
     reasons: dict[str, list[str]] = {}
     for name in names:

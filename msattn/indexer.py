@@ -6,7 +6,7 @@ import torch
 
 from .cache import IndexCache
 from .checks import fail, require_output, require_tensor, require_type
-from .dispatch import Problem, choose
+from .dispatch import Launch, Problem, choose, nothing, prepare
 from .plan import Plan
 from .selection import block_ids_shape
 
@@ -68,15 +68,29 @@ def index_select(
     Returns:
         block_ids ``[T, Hkv, topk]`` int32, the ids that the two stages give, exactly.
     """
+    launch, block_ids = prepare_index_select(index_q, index, plan, out=out, impl=impl)
+    launch()
+    return block_ids
+
+
+def prepare_index_select(
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    *,
+    out: torch.Tensor | None = None,
+    impl: str,
+) -> tuple[Launch, torch.Tensor]:
+    """The launch of :func:`index_select` and the block ids that it will fill."""
     _check_query(index_q, index, plan)
     shape = block_ids_shape(plan, index_q.shape[0])
     require_output("out", out, dtypes=[torch.int32], shape=shape, device=index_q.device)
     if out is None:
         out = torch.empty(tuple(shape.values()), dtype=torch.int32, device=index_q.device)
     if out.numel() == 0:
-        return out
-    choose(impl, _problem("index_select", index_q, index, plan))(index_q, index, plan, out)
-    return out
+        return nothing, out
+    problem = _problem("index_select", index_q, index, plan)
+    return prepare(impl, problem, index_q, index, plan, out), out
 
 
 def _check_query(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> None:

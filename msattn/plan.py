@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .arch import is_capturing
 from .batch import UNMAPPED, Batch
 from .checks import fail, require_type
 from .config import BLOCK_SIZE, MSAConfig
@@ -20,26 +21,32 @@ class Tiles(NamedTuple):
     first_row: torch.Tensor  # [n] int32
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Plan:
     """What every stage of a step needs; the one object here that changes, through :meth:`update`.
 
     The tensors keep their addresses for the plan's life, so that a captured CUDA graph stays valid
     as long as no batch has more rows than any before it. The host bounds only ever grow.
+
+    Tiles and workspaces are made when a stage first asks for them, which must not be inside of a
+    capture: run the stages once with the plan, its bounds at their largest, then capture.
     """
 
     config: MSAConfig
     kv_format: KVFormat
-    cu_seqlens_q: torch.Tensor  # [R + 1] int32, the plan's own copy
-    seq_lens: torch.Tensor  # [R] int32, the plan's own copy
-    page_table: torch.Tensor  # [R, B] int32, the plan's own copy
+    cu_seqlens_q: torch.Tensor = field(repr=False)  # [R + 1] int32, the plan's own copy
+    seq_lens: torch.Tensor = field(repr=False)  # [R] int32, the plan's own copy
+    page_table: torch.Tensor = field(repr=False)  # [R, B] int32, the plan's own copy
     max_query_len: int  # at least every request's query tokens
     max_seq_len: int  # at least every seq_lens entry
     num_tokens: int | None  # query tokens of the step, where the host knows them
     max_rows: int  # query rows that the buffers hold
+    in_capture: bool  # made by a CUDA graph that is being captured: all of it belongs to the graph
     # For each tile size asked for so far: which request, and which first row, each tile has.
     _tiles: dict[int, Tiles] = field(default_factory=dict, repr=False)
-    _workspaces: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _workspaces: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def num_requests(self) -> int:
@@ -92,6 +99,7 @@ class Plan:
         if _max_rows(batch) > self.max_rows:
             self.max_rows = _max_rows(batch)
             self._tiles.clear()
+            self._workspaces.clear()
         for size, tiles in self._tiles.items():
             self._fill(tiles, size)
 
@@ -100,23 +108,40 @@ class Plan:
 
         The tensors are the plan's: :meth:`update` refreshes them in place.
         """
-        if size not in self._tiles:
+        tiles = self._tiles.get(size)
+        if tiles is None:
+            self._require_no_capture()
             # Each request may end in a tile that is not full.
             count = min(self.max_rows, -(-self.max_rows // size) + self.num_requests)
-            empty = torch.empty((2, count), dtype=torch.int32, device=self.device)
-            self._tiles[size] = Tiles(*empty)
-            self._fill(self._tiles[size], size)
-        return self._tiles[size]
+            tiles = Tiles(
+                *(torch.empty(count, dtype=torch.int32, device=self.device) for _ in range(2))
+            )
+            self._tiles[size] = tiles
+            self._fill(tiles, size)
+        return tiles
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the plan's, at the same address for the same arguments; zeros at first.
 
         What one stage leaves in it, no later stage may rely on, unless it has the same name.
         """
-        key = f"{name} {shape} {dtype}"
-        if key not in self._workspaces:
-            self._workspaces[key] = torch.zeros(shape, dtype=dtype, device=self.device)
-        return self._workspaces[key]
+        key = (name, shape, dtype)
+        memory = self._workspaces.get(key)
+        if memory is None:
+            self._require_no_capture()
+            memory = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._workspaces[key] = memory
+        return memory
+
+    def _require_no_capture(self) -> None:
+        """A graph must not be given what it would fill only when it is replayed."""
+        if not self.in_capture and is_capturing(self.device):
+            raise fail(
+                "plan",
+                "a run of the stage with it, and with the same bounds, before the capture",
+                "its first one inside of a CUDA graph",
+                RuntimeError,
+            )
 
     def _fill(self, tiles: Tiles, size: int) -> None:
         starts = self.cu_seqlens_q.long()
@@ -151,6 +176,7 @@ def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
         max_seq_len=batch.max_seq_len,
         num_tokens=batch.num_tokens,
         max_rows=_max_rows(batch),
+        in_capture=is_capturing(batch.device),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from .cache import IndexCache, KVCache
 from .checks import fail, require_tensor, require_type
 from .config import BLOCK_SIZE
-from .dispatch import Problem, choose
+from .dispatch import Launch, Problem, nothing, prepare
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a model computes keys, values and queries in."""
@@ -34,6 +34,13 @@ def store_kv(
         ValueError: a slot beyond the pool, where slot_mapping is on the CPU; elsewhere it is
             skipped.
     """
+    prepare_store_kv(k, v, cache, slot_mapping, impl=impl)()
+
+
+def prepare_store_kv(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor, *, impl: str
+) -> Launch:
+    """:func:`store_kv`, all but the writing."""
     require_type("cache", cache, KVCache)
     shape = {"T": None, "Hkv": cache.num_kv_heads, "D": cache.head_dim}
     require_tensor("k", k, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
@@ -41,9 +48,9 @@ def store_kv(
     require_tensor("v", v, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
     _require_slots(slot_mapping, k.shape[0], cache.num_pages, cache.device)
     if k.shape[0] == 0:
-        return
-    serve = choose(impl, Problem("store_kv", k.device, None, cache.format, k.dtype))
-    serve(k, v, cache, slot_mapping)
+        return nothing
+    problem = Problem("store_kv", k.device, None, cache.format, k.dtype)
+    return prepare(impl, problem, k, v, cache, slot_mapping)
 
 
 def store_index_k(
@@ -57,6 +64,13 @@ def store_index_k(
         slot_mapping: ``[T]`` as for :func:`store_kv`; the index cache may have slots of its own.
         impl: as for :func:`store_kv`.
     """
+    prepare_store_index_k(index_k, index, slot_mapping, impl=impl)()
+
+
+def prepare_store_index_k(
+    index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.Tensor, *, impl: str
+) -> Launch:
+    """:func:`store_index_k`, all but the writing."""
     require_type("index", index, IndexCache)
     require_tensor("index_k", index_k, dtypes=MODEL_DTYPES, device=index.device)
     if index_k.dim() == 3 and index_k.shape[1] == 1:
@@ -64,11 +78,9 @@ def store_index_k(
     require_tensor("index_k", index_k, shape={"T": None, "Di": index.head_dim})
     _require_slots(slot_mapping, index_k.shape[0], index.num_pages, index.device)
     if index_k.shape[0] == 0:
-        return
-    serve = choose(
-        impl, Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
-    )
-    serve(index_k, index, slot_mapping)
+        return nothing
+    problem = Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
+    return prepare(impl, problem, index_k, index, slot_mapping)
 
 
 def _require_slots(

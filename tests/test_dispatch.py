@@ -184,6 +184,22 @@ def test_a_row_with_reasons_is_passed_over(stage: str, install: Callable[..., Fa
     assert not fake.calls
 
 
+def test_a_device_is_asked_once(install: Callable[..., Fake]) -> None:
+    """Its facts do not change, and asking is a good part of a call; a new row asks again."""
+    on_device = Problem("attend", torch.device("cuda:0"), CONFIG, FP8, num_blocks=1)
+    first = install("hopper", [])
+    functions = {choose("auto", on_device) for _ in range(3)}
+    assert functions == {first.module.attend} and first.problems == [on_device]
+    choose("auto", on_device._replace(num_blocks=2))
+    assert len(first.problems) == 2
+    second = install("hopper", [])
+    assert choose("auto", on_device) is second.module.attend
+    install("hopper", ["asleep"])
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="asleep"):
+            choose("hopper", on_device)
+
+
 def test_hopper_goes_before_triton_wherever_its_row_stands(install: Callable[..., Fake]) -> None:
     hopper, triton = install("hopper", []), install("triton", [])
     msattn.attend(*arguments("attend"))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -419,7 +420,30 @@ LAYER = [
     ),
 ]
 
+
+def in_capture(call: Callable[[World], object]) -> Callable[[World], object]:
+    """The call, while its device is capturing a CUDA graph."""
+
+    def captured(world: World) -> object:
+        with patch("msattn.plan.is_capturing", return_value=True):
+            return call(world)
+
+    return captured
+
+
+FIRST_RUN = (
+    "plan: expected a run of the stage with it, and with the same bounds, before the capture, "
+    "got its first one inside of a CUDA graph"
+)
+
 PLANS = [
+    case("plan.tiles", in_capture(lambda w: w.plan.tiles(4)), RuntimeError, FIRST_RUN),
+    case(
+        "plan.workspace",
+        in_capture(lambda w: w.plan.workspace("scores", (2, 3), torch.float32)),
+        RuntimeError,
+        FIRST_RUN,
+    ),
     case(
         "make_plan",
         lambda w: make_plan(None, CONFIG, "bf16"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import msattn
+from msattn.plan import Tiles
 from msattn.testing.cases import CASES, SMALL, Case, make_config
 from msattn.testing.compare import (
     assert_bitwise_equal,
@@ -82,6 +83,83 @@ def test_fewer_requests_and_columns_leave_nothing_behind() -> None:
     assert plan.cu_seqlens_q.tolist() == [0, 2, 2, 2]
     assert plan.seq_lens.tolist() == [150, 0, 0]
     assert (plan.page_table[0, 3:] == -1).all() and (plan.page_table[1:] == -1).all()
+
+
+def test_no_value_is_read_on_the_host() -> None:
+    """On a device it would be a sync; a meta tensor has none that could be read."""
+    batch = msattn.Batch.from_lists([1, 5], [200, 300], [[0, 1, 2]] * 2, device="meta")
+    plan = msattn.make_plan(batch, SMALL, "bf16")
+    tiles, memory = plan.tiles(4), plan.workspace("scores", (2, 3), torch.float32)
+    assert len(tiles.request) == 4
+    plan.update(batch)
+    assert plan.tiles(4) is tiles
+    assert plan.workspace("scores", (2, 3), torch.float32) is memory
+    grown = msattn.Batch.from_lists([4, 5], [200, 300], [[0, 1, 2]] * 2, device="meta")
+    plan.update(grown)
+    assert len(plan.tiles(4).request) == 5
+
+
+def rows_of(tiles: Tiles, plan: msattn.Plan, size: int) -> list[tuple[int, int]]:
+    """(request, row) of all rows of all tiles."""
+    return [
+        (request, row)
+        for request, first in zip(*(x.tolist() for x in tiles), strict=True)
+        if request >= 0
+        for row in range(first, min(first + size, int(plan.cu_seqlens_q[request + 1])))
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_tiles_cover_every_row_once_and_follow_updates(size: int) -> None:
+    first = [3, 0, 17, 1]
+    plan = msattn.make_plan(new_batch(first, [900] * 4), SMALL, "bf16")
+    tiles = plan.tiles(size)
+    at = [x.data_ptr() for x in tiles]
+    for query_lens in (first, [0, 21], [1, 1, 1, 1], [0, 0, 0, 0], [], first):
+        plan.update(new_batch(query_lens, [900] * len(query_lens)))
+        assert plan.tiles(size) is tiles
+        owners = [r for r, count in enumerate(query_lens) for _ in range(count)]
+        assert sorted(rows_of(tiles, plan, size)) == [(r, i) for i, r in enumerate(owners)]
+    assert [x.data_ptr() for x in tiles] == at
+
+
+def test_tiles_and_workspaces_of_another_size_after_growth() -> None:
+    """More rows than ever before: what a captured graph uses is not large enough any more."""
+    plan = msattn.make_plan(new_batch([2, 3], [900] * 2), SMALL, "bf16")
+    tiles, memory = plan.tiles(4), plan.workspace("lists", (4,), torch.int32)
+    plan.update(new_batch([7, 3], [900] * 2))
+    assert plan.tiles(4) is not tiles
+    assert plan.workspace("lists", (4,), torch.int32) is not memory
+    owners = [(0, i) for i in range(7)] + [(1, i) for i in range(7, 10)]
+    assert rows_of(plan.tiles(4), plan, 4) == owners
+
+
+def test_what_a_graph_uses_is_there_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its zeros would be written by a replay alone; a plan of the graph's own may."""
+    batch = new_batch([2, 3], [900] * 2)
+    plan = msattn.make_plan(batch, SMALL, "bf16")
+    tiles, memory = plan.tiles(4), plan.workspace("lists", (4,), torch.int32)
+    monkeypatch.setattr("msattn.plan.is_capturing", lambda device: True)
+    plan.update(batch)
+    assert plan.tiles(4) is tiles
+    assert plan.workspace("lists", (4,), torch.int32) is memory
+    with pytest.raises(RuntimeError, match="before the capture"):
+        plan.tiles(2)
+    with pytest.raises(RuntimeError, match="before the capture"):
+        plan.workspace("lists", (8,), torch.int32)
+    assert len(msattn.make_plan(batch, SMALL, "bf16").tiles(2).request) == 5
+
+
+def test_representations_are_short() -> None:
+    """In logs and tracebacks nobody wants a pool, and reading one is a sync."""
+    batch = new_batch([2, 3], [900] * 2)
+    for of in (
+        batch,
+        msattn.make_plan(batch, SMALL, "bf16"),
+        msattn.KVCache.allocate(3, SMALL, v_scale=torch.ones(2, 384)),
+        msattn.IndexCache.allocate(3, SMALL),
+    ):
+        assert "tensor(" not in repr(of) and len(repr(of)) < 800
 
 
 @pytest.mark.parametrize("requests", [0, 1, 64])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
 import msattn
+from msattn.dispatch import TABLE
 from msattn.testing.cases import CASES, LAYOUTS, Case, make_config, scale_kinds_of
 from msattn.testing.compare import (
     assert_bitwise_equal,
@@ -21,9 +25,18 @@ FORMATS = list(msattn.KV_FORMATS.values())
 LSE_BOUND = 5e-5
 
 
+def pools(inputs: Inputs) -> list[torch.Tensor]:
+    """Copies of the bytes of both caches."""
+    return [x.tensor.contiguous().view(torch.uint8).clone() for x in (inputs.cache, inputs.index)]
+
+
 def layer(inputs: Inputs, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and LSE of the layer, from caches that hold the earlier positions only."""
     inputs.forget_step()
+    return call(inputs, return_lse=True, **options)
+
+
+def call(inputs: Inputs, **options: object) -> object:
     return msattn.sparse_attention(
         inputs.q,
         inputs.k,
@@ -34,7 +47,6 @@ def layer(inputs: Inputs, **options: object) -> tuple[torch.Tensor, torch.Tensor
         inputs.index,
         inputs.plan(),
         inputs.slot_mapping,
-        return_lse=True,
         **options,
     )
 
@@ -89,6 +101,47 @@ def test_it_is_the_stages_in_order(seed: int) -> None:
         out, lse = layer(make(CASES["mixed"], seed=seed), softmax_scale=0.11, impl=impl)
         assert_bitwise_equal("out", out, want)
         assert_bitwise_equal("lse", lse, want_lse)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("out", torch.empty(1, dtype=torch.bfloat16), "out: expected shape"),
+        ("out", torch.empty(1), "out: expected dtype"),
+        ("softmax_scale", math.nan, "softmax_scale: "),
+        ("q_scale", 2.0, "q_scale: "),
+        ("index_plan", "plan", "plan: "),
+        ("index_slot_mapping", torch.full((64,), 1 << 40), "slot_mapping: expected slots below"),
+    ],
+    ids=["shape of out", "dtype of out", "softmax_scale", "q_scale", "index_plan", "index slots"],
+)
+def test_nothing_is_written_where_one_argument_is_wrong(
+    option: str, value: object, message: str
+) -> None:
+    """Whichever stage it is an argument of."""
+    inputs = make(CASES["mixed"])
+    inputs.forget_step()
+    before = pools(inputs)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(inputs, **{option: value})
+    for old, new in zip(before, pools(inputs), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("stage", ["store_index_k", "index_select", "attend"])
+def test_nothing_is_written_where_one_stage_cannot_be_served(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages before it could be."""
+    inputs = make(CASES["mixed"])
+    inputs.forget_step()
+    refusing = dataclasses.replace(TABLE[stage][-1], why_not=lambda problem: ["it is Sunday"])
+    monkeypatch.setitem(TABLE, stage, (refusing,))
+    before = pools(inputs)
+    with pytest.raises(NotImplementedError, match=f"cannot serve {stage}: .*it is Sunday"):
+        call(inputs, impl="reference")
+    for old, new in zip(before, pools(inputs), strict=True):
+        assert torch.equal(old, new)
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
