@@ -1,0 +1,235 @@
+"""Every Triton kernel compiles for every GPU generation, without a GPU, and nothing spills.
+
+A build runs in a process of its own, as ``python tests/test_compile.py NAME``: there kernels are
+compiled ones, whereas the tests may have the interpreter's. It prints what each target's assembler
+made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CAPABILITIES = (80, 90, 100, 120)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel with one choice of what it is compiled with."""
+
+    name: str
+    kernel: str  # module:function
+    # Types of the parameters that are not int32; a tuple for a tuple. Pointers are "*fp32".
+    types: dict[str, Any]
+    # Values of tl.constexpr parameters, and of integers that the launcher finds to be 1. A place in
+    # a tuple is ("parameter", 0, 2).
+    constants: dict[str | tuple[Any, ...], Any]
+    options: dict[str, int] = field(default_factory=dict)  # num_warps, num_stages
+    capabilities: tuple[int, ...] = CAPABILITIES
+    wgmma: str = ""  # shape and types of Hopper's product, where there has to be one
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def store_builds() -> Iterable[Build]:
+    pointers = {"k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i64", "limit": "fp32"}
+    for name, pool, e4m3, e5m2, nvfp4 in (
+        ("bf16", "*bf16", False, False, False),
+        ("fp16", "*fp16", False, False, False),
+        ("fp8_e4m3", "*u8", True, False, False),
+        ("fp8_e5m2", "*u8", False, True, False),
+        ("nvfp4", "*u8", False, False, True),
+    ):
+        flags = {"E4M3": e4m3, "E5M2": e5m2, "NVFP4": nvfp4, "D": 128}
+        for scale, scale_type in ((1, "fp32"), (2, "*fp32")):
+            yield Build(
+                f"store_kv_{name}_scale{scale}",
+                "store:_store_kv_kernel",
+                {
+                    **pointers,
+                    "k_pool_ptr": pool,
+                    "v_pool_ptr": pool,
+                    "k_scale": scale_type,
+                    "v_scale": scale_type,
+                },
+                {"K_SCALE": scale, "V_SCALE": scale, "TOKENS": 16, **flags}
+                | {"stride_kd": 1, "stride_vd": 1},
+                {"num_warps": 4},
+            )
+        if name in ("bf16", "fp8_e4m3"):
+            yield Build(
+                f"store_index_k_{name}",
+                "store:_store_index_k_kernel",
+                {"x_ptr": "*bf16", "slots_ptr": "*i32", "pool_ptr": pool, "limit": "fp32"},
+                {"E4M3": e4m3, "TOKENS": 16, "D": 128, "stride_d": 1},
+                {"num_warps": 4},
+            )
+
+
+def selection_builds() -> Iterable[Build]:
+    types = {"scores_ptr": "*fp32"} | {
+        name: "*i32" for name in ("out_ptr", "request_ptr", "cu_seqlens_ptr", "seq_lens_ptr")
+    }
+    for chunk, warps, vector in ((256, 1, 4), (256, 1, 1), (1024, 4, 4)):
+        yield Build(
+            f"select_blocks_{chunk}_vector{vector}",
+            "selection:_select_kernel",
+            types,
+            {"TOPK": 16, "INIT": 0, "LOCAL": 1, "CHUNK": chunk, "VECTOR": vector}
+            | {"stride_b": 1, "stride_ok": 1},
+            {"num_warps": warps},
+        )
+
+
+def indexer_builds() -> Iterable[Build]:
+    pointers = {"tile_request_ptr": "*i32", "tile_row_ptr": "*i32", "page_table_ptr": "*i32"}
+    pointers |= {"cu_seqlens_ptr": "*i32", "seq_lens_ptr": "*i32", "out_ptr": "*fp32"}
+    types = {"bf16": "bf16", "fp16": "fp16", "e4m3": "fp8e4nv", "bytes": "u8"}
+    operands = {"bf16": "bfloat16", "fp16": "float16", "e4m3": "float8e4nv", "tf32": "float32"}
+    old, hopper, blackwell = (80,), (90, 100), (120,)
+    # Warps and stages by rows, as choose_constants and choose_stages give them.
+    by_warp = {16: (4, 3), 32: (4, 3), 64: (4, 3), 128: (8, 3)}
+    by_warpgroup = {16: (4, 3), 32: (4, 3), 64: (4, 3), 128: (4, 2), 256: (8, 4)}
+    for query, keys, operand, dim, capabilities, rows_of in (
+        ("bf16", "bf16", "bf16", 128, old + blackwell, by_warp),
+        ("bytes", "bytes", "fp16", 128, old, by_warp),
+        ("e4m3", "e4m3", "e4m3", 128, blackwell, by_warp),
+        ("bf16", "bf16", "bf16", 128, hopper, by_warpgroup),
+        ("fp16", "fp16", "fp16", 64, hopper, {16: (4, 3), 128: (4, 2)}),
+        ("e4m3", "e4m3", "e4m3", 128, hopper, by_warpgroup),
+        ("bf16", "bytes", "bf16", 128, CAPABILITIES, {16: (4, 3)}),
+        ("bytes", "fp16", "fp16", 128, CAPABILITIES, {32: (4, 3)}),
+        ("bf16", "fp16", "tf32", 128, CAPABILITIES, {16: (4, 2), 32: (4, 2)}),
+        ("bf16", "bf16", "bf16", 256, CAPABILITIES, {16: (4, 2), 32: (4, 2)}),
+    ):
+        for rows, (warps, stages) in rows_of.items():
+            keys_first = rows < 64 and capabilities == hopper
+            wide = operand != "e4m3"
+            shape = f"m64n{rows if keys_first else 128}k{16 if wide else 32}"
+            kinds = ".".join([{"e4m3": "e4m3", "fp16": "f16"}.get(operand, operand)] * 2)
+            for heads in (1, 4) if rows == 128 and query == "bf16" else (4,):
+                yield Build(
+                    f"index_{query}_{keys}_d{dim}_sm{capabilities[0]}_{rows}rows_{heads}heads",
+                    "indexer:_index_scores_kernel",
+                    {**pointers, "q_ptr": "*" + types[query], "k_ptr": "*" + types[keys]},
+                    {"HEADS": heads, "HEADS_PADDED": heads, "TOKENS": rows // heads, "DIM": dim}
+                    | {"DTYPE": f"tl.{operands[operand]}", "KEYS_FIRST": keys_first}
+                    | {"NATIVE_FP8": capabilities[0] > 80, "stride_q_dim": 1},
+                    {"num_warps": warps, "num_stages": stages if wide else 2 * stages - 1},
+                    capabilities,
+                    wgmma=f"{shape}.f32.{kinds}" if capabilities == hopper else "",
+                )
+
+
+def merge_builds() -> Iterable[Build]:
+    for parts in (2, 8):
+        ones = {("outs_strides", i, 2): 1 for i in range(parts)}
+        ones |= {("lses_strides", i, 1): 1 for i in range(parts)}
+        yield Build(
+            f"merge_states_{parts}",
+            "combine:_merge_kernel",
+            {
+                "outs_ptrs": ("*bf16",) * parts,
+                "outs_strides": (("i32", "i32", "constexpr"),) * parts,
+                "lses_ptrs": ("*fp32",) * parts,
+                "lses_strides": (("i32", "constexpr"),) * parts,
+                "out_ptr": "*bf16",
+                "lse_out_ptr": "*fp32",
+            },
+            {"PARTS": parts, "ROWS": 8, "D": 128, "stride_od": 1, "stride_lh": 1, **ones},
+        )
+
+
+BUILDS = {
+    build.name: build
+    for builds in (store_builds(), indexer_builds(), selection_builds(), merge_builds())
+    for build in builds
+}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("build", BUILDS.values(), ids=str)
+def test_compiles_without_spills(build: Build, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, build.name], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    usage = {entry["capability"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+    assert tuple(usage) == build.capabilities
+    for capability, entry in usage.items():
+        assert 0 < entry["registers"] <= 255, f"sm_{capability}: {entry}"
+        assert entry["stack"] == entry["local"] == 0, f"sm_{capability} spills: {entry}"
+        if capability == 90:
+            assert build.wgmma in entry["wgmma"], entry
+
+
+def compile_and_print(build: Build) -> None:
+    """One line of JSON for each target."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = build.kernel.partition(":")
+    kernel = getattr(import_module(f"msattn.kernels.triton.{module}"), name)
+    index = {name: i for i, name in enumerate(kernel.arg_names)}
+    by_name = {key for key in build.constants if isinstance(key, str)}
+    unknown = (by_name | set(build.types)) - set(index)
+    assert not unknown, f"{build.kernel} has no {unknown}"
+    signature = {
+        name: "constexpr" if name in by_name else build.types.get(name, "i32") for name in index
+    }
+    constants = {
+        (index[key],) if isinstance(key, str) else (index[key[0]], *key[1:]): (
+            getattr(triton.language, value.removeprefix("tl.")) if isinstance(value, str) else value
+        )
+        for key, value in build.constants.items()
+    }
+    # What the launcher finds: pointers are aligned, and strides are multiples of 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for name, i in index.items()
+        if str(signature[name]).startswith("*")
+        or (name.startswith("stride") and signature[name] == "i32")
+    }
+    for capability in build.capabilities:
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, aligned),
+            target=GPUTarget("cuda", capability, 32),
+            options=build.options,
+        )
+        usage = resources(compiled.asm["cubin"])
+        wgmma = re.findall(r"wgmma.mma_async.sync.aligned.(\S+)", compiled.asm["ptx"])
+        print(json.dumps({"capability": capability, "wgmma": " ".join({*wgmma}), **usage}))
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """What the assembler says that a kernel takes."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    assert found, text
+    names = ("registers", "stack", "shared", "local")
+    return dict(zip(names, map(int, found.groups()), strict=True))
+
+
+if __name__ == "__main__":
+    compile_and_print(BUILDS[sys.argv[1]])
