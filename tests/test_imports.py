@@ -36,7 +36,7 @@ print(*sorted(name for name in set(sys.modules) - before))
     loaded = run(code).split()
     assert "msattn" in loaded
     assert [name for name in loaded if name.split(".")[0] != "msattn"] == []
-    optional = {"cli", "integrations", "testing", "train", "distributed", "tuning"}
+    optional = {"bench", "cli", "integrations", "testing", "train", "distributed", "tuning"}
     assert [name for name in loaded if optional & set(name.split("."))] == []
     # Of the kernels, only what says whether they can serve.
     kernels = {name.split(".")[-1] for name in loaded if name.startswith("msattn.kernels")}
@@ -134,7 +134,7 @@ LAYERS = [
     ["api"],
     ["__init__"],
     ["testing", "train", "distributed"],
-    ["integrations"],
+    ["integrations", "bench"],
     ["cli"],
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -179,6 +179,7 @@ ONLY_TORCH = {"torch", *sys.stdlib_module_names}
 def test_the_core_needs_only_torch() -> None:
     """Kernels may use triton, which comes with torch; integrations and cli what they integrate."""
     optional = {"kernels": {"triton"}, "cli": None, "integrations": None}
+    optional["bench"] = {"rich", "matplotlib"}  # peers are imported by name, where they are found
     foreign = []
     for path in SOURCES:
         extra = optional.get(name_of(path).split(".")[0], set())

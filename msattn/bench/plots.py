@@ -66,6 +66,7 @@ def _bars(path: Path, title: str, records: Sequence[Record]) -> Path:
             label = "measured roof" if i == 0 else None
             axes.hlines(min(floors), i - 0.42, i + 0.42, colors="black", lw=1.2, label=label)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5 * min(r.floor_us or r.us or 1.0 for r in records))
     axes.set_ylabel("us (median, p20 to p80)")
     labels = [case.split("/", 1)[1] for case in cases]
     axes.set_xticks(range(len(cases)), labels, rotation=40, ha="right")
