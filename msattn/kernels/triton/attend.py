@@ -1,7 +1,7 @@
 """Stage 4 in Triton: union tiles where neighbours share their blocks, KV-major where they do not.
 
-Which one runs is decided on the device, by the measured overlap of the selection: both are launched,
-and the programs of one return at once.
+Which of the two runs is decided on the device, by the measured overlap of the selection: both are
+launched, and the programs of one return at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from ...cache import KVCache, Scale
 from ...plan import Plan
-from . import attend_kv_major, attend_union
+from . import attend_kv_major, attend_union, dequantize
 
 MIN_QUERY_LEN = 64
 """Query tokens of a request from which the KV-major schedule can pay: enough picks for a page."""
@@ -26,13 +26,20 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    config = attend_union.choose(plan, block_ids.shape[2])
+    slots, page_table = block_ids.shape[2], plan.page_table
+    config = attend_union.choose(plan, slots)
     rest = (softmax_scale, q_scale, out, lse)
-    if config.tokens == 1 and block_ids.shape[2] <= attend_union.MAX_LIST:
-        attend_union.attend(q, cache, block_ids, plan, config, None, *rest, may_yield=False)
+    if config.tokens == 1 and slots <= attend_union.MAX_LIST:
+        attend_union.attend(q, cache, page_table, block_ids, plan, config, None, *rest)
         return
-    lists = attend_union.make_lists(block_ids, cache, plan, config.tokens)
-    may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan)
-    attend_union.attend(q, cache, block_ids, plan, config, lists, *rest, may_yield=may_yield)
+    if dequantize.pays(cache, plan):
+        cache, page_table = dequantize.dequantize(cache, plan, q.dtype)
+    lists = attend_union.make_lists(block_ids, cache, page_table, plan, config.tokens)
+    may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
+    attend_union.attend(
+        q, cache, page_table, block_ids, plan, config, lists, *rest, may_yield=may_yield
+    )
     if may_yield:
-        attend_kv_major.attend(q, cache, block_ids, plan, *rest, lists.overlap, config.tokens)
+        attend_kv_major.attend(
+            q, cache, page_table, block_ids, plan, *rest, lists.overlap, config.tokens
+        )

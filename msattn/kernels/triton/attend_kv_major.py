@@ -1,11 +1,11 @@
 """KV-major attention: each page is loaded once for all the tokens that chose it.
 
 For selections that neighbouring tokens share little of. A pick is one (token, slot) with a visible
-block. Three small kernels turn the block ids into a reverse index (the picks of every block, cut into
-items of at most ITEM_PICKS, so that a block that every token chose is many items); then, for one KV
-head and one chunk of tokens after the other, each item computes the partial output of its picks, and
-a combine merges the partial outputs of each token. Picks of a block stand in any order: a partial
-output does not depend on the picks beside it, so the result is the same in every run.
+block. Three small kernels turn the block ids into a reverse index (the picks of every block, cut
+into items of at most ITEM_PICKS, so that a block that every token chose is many items); then, for
+one KV head and one chunk of tokens after the other, each item computes the partial output of its
+picks, and a combine merges the partial outputs of each token. Picks of a block stand in any order:
+a partial output does not depend on the picks beside it, so the result is the same in every run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ from .tiles import (
 PARTIAL_BYTES = 256 << 20
 """Partial outputs of one KV head and chunk of tokens."""
 ITEM_PICKS = 128
+STAGES = 2
+SLOT_BITS = tl.constexpr(8)
+"""Of an entry of the reverse index; the others are the token's."""
+SLOT_MASK = tl.constexpr((1 << SLOT_BITS.value) - 1)
+MAX_SLOTS = 1 << SLOT_BITS.value
+MAX_TOKENS = 1 << 23
 TILE_ROWS = 64
 """Query rows of a tile: what one warpgroup's registers hold beside a page."""
 MAX_ROWS = 1 << 20
-"""Rows of the reverse index: with more, zeroing and scanning it would cost as much as the attention."""
+"""Rows of the reverse index: with more, to zero and scan it would cost as much as to attend."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_pages", "num_slots", "chunk_tokens"])
@@ -54,6 +60,7 @@ def _count_kernel(
     stride_table,
     counts_ptr,  # [chunks, Hkv, R, B] int32, zeros
     ranks_ptr,  # [T, Hkv, K] int32: which of its block's picks, -1 = no pick
+    lse_ptr,  # [T, Hkv, K, GROUP] fp32: -inf where there is no pick
     overlap_ptr,  # [2] int32: entries and picks of the union lists
     num_rows,
     num_requests,
@@ -64,8 +71,9 @@ def _count_kernel(
     UNION_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """counts[chunk, head, request, block] = picks of the block; one program: TOKENS tokens, a head."""
+    """counts[chunk, head, request, block] = picks; one program: TOKENS tokens of one head."""
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     head, num_heads = tl.program_id(1), tl.num_programs(1)
@@ -92,7 +100,11 @@ def _count_kernel(
     csr_row = (((chunk * num_heads + head) * num_requests + request) * num_blocks)[:, None] + block
     rank = tl.atomic_add(counts_ptr + csr_row, 1, mask=seen, sem="relaxed")
     out = (row.to(tl.int64) * num_heads + head) * num_slots
-    tl.store(ranks_ptr + out[:, None] + slot[None, :], tl.where(seen, rank, -1), mask=live)
+    out = out[:, None] + slot[None, :]
+    tl.store(ranks_ptr + out, tl.where(seen, rank, -1), mask=live)
+    no_pick = live & ~seen
+    for member in tl.static_range(GROUP):
+        tl.store(lse_ptr + out * GROUP + member, float("-inf"), mask=no_pick)
 
 
 @triton.jit(do_not_specialize=["rows_per_head", "max_items"])
@@ -108,7 +120,7 @@ def _items_kernel(
     ROWS: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """starts = entries before a row; items = rows cut into at most ITEM picks; one program: ROWS rows."""
+    """starts = entries before a row; items = its picks in pieces of ITEM; a program: ROWS rows."""
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     group = tl.program_id(1)
@@ -140,7 +152,7 @@ def _fill_kernel(
     row_request_ptr,
     ranks_ptr,
     starts_ptr,
-    entries_ptr,  # [chunks * Hkv, max_entries] int32: token * K + slot
+    entries_ptr,  # [chunks * Hkv, max_entries] int32: token << SLOT_BITS | slot
     overlap_ptr,
     num_rows,
     num_requests,
@@ -152,7 +164,7 @@ def _fill_kernel(
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """entries[start of the block + rank] = pick; one program: TOKENS tokens of one head."""
+    """entries[start of the block + rank] = pick; one program: TOKENS tokens of a head."""
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     head, num_heads = tl.program_id(1), tl.num_programs(1)
@@ -168,12 +180,13 @@ def _fill_kernel(
     csr_row = ((group * num_requests + request) * num_blocks)[:, None] + block
     start = tl.load(starts_ptr + csr_row, mask=rank >= 0, other=0)
     out = entries_ptr + group.to(tl.int64)[:, None] * max_entries + start + rank
-    tl.store(out, row[:, None] * num_slots + slot[None, :], mask=rank >= 0)
+    tl.store(out, (row[:, None] << SLOT_BITS) | slot[None, :], mask=rank >= 0)
 
 
 @triton.jit(
     do_not_specialize=[
         "group",
+        "head",
         "first_token",
         "num_blocks",
         "num_slots",
@@ -208,10 +221,11 @@ def _attend_items_kernel(
     entries_ptr,
     totals_ptr,
     partial_out_ptr,  # [chunk tokens * K, GROUP, D]
-    partial_lse_ptr,  # [chunk tokens * K, GROUP] fp32, base 2
+    lse_ptr,  # [T, Hkv, K, GROUP] fp32, base 2
     overlap_ptr,
     group,  # chunk * Hkv + head
     head,
+    num_heads,
     first_token,
     num_blocks,
     num_slots,
@@ -250,6 +264,9 @@ def _attend_items_kernel(
     end_row = tl.load(cu_seqlens_ptr + request + 1)
     seq_len = tl.load(seq_lens_ptr + request)
     num_keys = seq_len - block * BLOCK
+    # Tokens of the step stand from here on: only their own blocks are seen in part.
+    first_position = seq_len - (end_row - tl.load(cu_seqlens_ptr + request))
+    in_part = (block + 1) * BLOCK > first_position + 1
 
     k_base = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
     v_base = v_ptr + page * stride_v_page + head.to(tl.int64) * stride_v_head
@@ -281,7 +298,7 @@ def _attend_items_kernel(
         at = i + r // GROUP_ROWS
         live = (at < picks) & (r // GROUP_ROWS < TOKENS) & (member < GROUP)
         pick = tl.load(entries + at, mask=live, other=0)
-        row = pick // num_slots
+        row = pick >> SLOT_BITS
         q = tl.load(
             q_ptr
             + (row.to(tl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
@@ -295,34 +312,36 @@ def _attend_items_kernel(
         if K_SCALE_PER_SLOT:
             s *= key_scale[None, :]
         # Every pick sees the first key of its block: no row is empty.
-        last_key = seq_len - (end_row - row) - block * BLOCK
-        s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+        if in_part:
+            last_key = seq_len - (end_row - row) - block * BLOCK
+            s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
         maximum = tl.max(s, 1) * scale
         p = tl.exp2(s * scale - maximum[:, None])
         total = tl.sum(p, 1)
         if V_SCALE_PER_SLOT:
             p *= value_scale[None, :]
         o = tl.dot(p.to(COMPUTE), v) * (out_scale / total)[:, None]
-        partial = (pick - first_token * num_slots).to(tl.int64) * GROUP + member
+        slot = pick & SLOT_MASK
+        partial = ((row - first_token) * num_slots + slot).to(tl.int64) * GROUP + member
+        lse = ((row.to(tl.int64) * num_heads + head) * num_slots + slot) * GROUP + member
         tl.store(
             partial_out_ptr + partial[:, None] * D + d[None, :],
             o.to(partial_out_ptr.dtype.element_ty),
             mask=live[:, None],
         )
-        tl.store(partial_lse_ptr + partial, maximum + tl.log2(total), mask=live)
+        tl.store(lse_ptr + lse, maximum + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_token", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "head", "first_token", "num_slots"])
 def _combine_kernel(
-    partial_out_ptr,
-    partial_lse_ptr,
-    ranks_ptr,  # [T, Hkv, K]
+    partial_out_ptr,  # [chunk tokens * K, GROUP, D]
+    lse_ptr,  # [T, Hkv, K, GROUP] fp32, base 2
     row_request_ptr,
     out_ptr,
     stride_out_t,
     stride_out_h,
     stride_out_d,
-    lse_ptr,
+    out_lse_ptr,
     stride_lse_t,
     stride_lse_h,
     overlap_ptr,
@@ -332,6 +351,7 @@ def _combine_kernel(
     first_token,
     num_slots,
     UNION_TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -346,31 +366,28 @@ def _combine_kernel(
         return
     if tl.load(row_request_ptr + row) < 0:
         return
-    member, d = tl.arange(0, GROUP_ROWS), tl.arange(0, D)
+    slot, member, d = tl.arange(0, SLOTS), tl.arange(0, GROUP_ROWS), tl.arange(0, D)
     column = column_of(d, FORMAT, D)
     live = member < GROUP
-    ranks = ranks_ptr + (row.to(tl.int64) * num_heads + head) * num_slots
-    first = tl.program_id(0).to(tl.int64) * num_slots
-    maximum = tl.full((GROUP_ROWS,), float("-inf"), tl.float32)
-    for slot in tl.range(0, num_slots):
-        used = tl.load(ranks + slot) >= 0
-        lse = partial_lse_ptr + (first + slot) * GROUP + member
-        lse = tl.load(lse, mask=live & used, other=float("-inf"))
-        maximum = tl.maximum(maximum, lse)
+    lses = lse_ptr + (row.to(tl.int64) * num_heads + head) * num_slots * GROUP
+    all_lses = tl.load(
+        lses + slot[:, None] * GROUP + member[None, :],
+        mask=(slot < num_slots)[:, None] & live[None, :],
+        other=float("-inf"),
+    )
+    maximum = tl.max(all_lses, 0)
     empty = maximum == float("-inf")
     shift = tl.where(empty, 0.0, maximum)
-    total = tl.zeros((GROUP_ROWS,), tl.float32)
+    total = tl.sum(tl.exp2(all_lses - shift[None, :]), 0)
+    scale = 1.0 / tl.where(empty, 1.0, total)
     acc = tl.zeros((GROUP_ROWS, D), tl.float32)
-    for slot in tl.range(0, num_slots, loop_unroll_factor=4):
-        used = tl.load(ranks + slot) >= 0
-        partial = (first + slot) * GROUP + member
-        lse = tl.load(partial_lse_ptr + partial, mask=live & used, other=float("-inf"))
-        weight = tl.exp2(lse - shift)
-        part = partial_out_ptr + partial[:, None] * D + d[None, :]
-        part = tl.load(part, mask=(live & used)[:, None], other=0.0)
-        total += weight
-        acc += part.to(tl.float32) * weight[:, None]
-    acc *= (1.0 / tl.where(empty, 1.0, total))[:, None]
+    parts = partial_out_ptr + tl.program_id(0).to(tl.int64) * num_slots * GROUP * D
+    for i in tl.range(0, num_slots, loop_unroll_factor=4):
+        lse = tl.load(lses + i * GROUP + member, mask=live, other=float("-inf"))
+        used = lse > float("-inf")
+        part = parts + (i * GROUP + member)[:, None] * D + d[None, :]
+        part = tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
+        acc += part * (tl.exp2(lse - shift) * scale)[:, None]
     q_head = head * GROUP + member
     out = out_ptr + row.to(tl.int64) * stride_out_t + (q_head * stride_out_h)[:, None]
     tl.store(
@@ -381,7 +398,7 @@ def _combine_kernel(
     if HAS_LSE:
         lse = (shift + tl.log2(total)) * 0.6931471805599453
         at = row.to(tl.int64) * stride_lse_t + q_head * stride_lse_h
-        tl.store(lse_ptr + at, tl.where(empty, float("-inf"), lse), mask=live)
+        tl.store(out_lse_ptr + at, tl.where(empty, float("-inf"), lse), mask=live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,20 +407,22 @@ class ReverseIndex:
 
     chunk_tokens: int
     num_chunks: int
-    ranks: torch.Tensor  # [T, Hkv, K] int32
+    lse: torch.Tensor  # [T, Hkv, K, GROUP] fp32: -inf where there is no pick
     items: torch.Tensor  # [chunks * Hkv, max_items, 3] int32
     entries: torch.Tensor  # [chunks * Hkv, chunk_tokens * K] int32
     totals: torch.Tensor  # [chunks * Hkv, 2] int32
 
 
-def can_serve(plan: Plan) -> bool:
-    """The reverse index of the plan's bounds is small enough."""
-    return plan.num_requests * plan.num_blocks * plan.config.num_kv_heads <= MAX_ROWS
+def can_serve(plan: Plan, slots: int) -> bool:
+    """The reverse index of the plan's bounds is small enough, and its entries hold the picks."""
+    rows = plan.num_requests * plan.num_blocks * plan.config.num_kv_heads
+    return rows <= MAX_ROWS and plan.max_rows <= MAX_TOKENS and slots <= MAX_SLOTS
 
 
 def attend(
     q: torch.Tensor,
     cache: KVCache,
+    page_table: torch.Tensor,
     block_ids: torch.Tensor,
     plan: Plan,
     softmax_scale: float,
@@ -413,18 +432,33 @@ def attend(
     overlap: torch.Tensor,
     union_tokens: int,
 ) -> None:
-    """:func:`msattn.attend`, where the union tiles of ``union_tokens`` tokens yield; else nothing."""
+    """:func:`msattn.attend`, where union tiles of ``union_tokens`` tokens yield; else nothing."""
     choice = {"overlap_ptr": overlap, "UNION_TOKENS": union_tokens}
-    index = _reverse_index(block_ids, cache, plan, choice)
+    index = _reverse_index(block_ids, cache, page_table, plan, choice)
     for chunk in range(index.num_chunks):
         for head in range(plan.config.num_kv_heads):
             _attend_chunk(
-                q, cache, plan, index, chunk, head, softmax_scale, q_scale, out, lse, choice
+                q,
+                cache,
+                page_table,
+                plan,
+                index,
+                chunk,
+                head,
+                softmax_scale,
+                q_scale,
+                out,
+                lse,
+                choice,
             )
 
 
 def _reverse_index(
-    block_ids: torch.Tensor, cache: KVCache, plan: Plan, choice: dict[str, object]
+    block_ids: torch.Tensor,
+    cache: KVCache,
+    page_table: torch.Tensor,
+    plan: Plan,
+    choice: dict[str, object],
 ) -> ReverseIndex:
     config, slots = plan.config, block_ids.shape[2]
     rows, heads = plan.max_rows, config.num_kv_heads
@@ -440,6 +474,7 @@ def _reverse_index(
     counts, starts = workspace("counts", groups, blocks), workspace("starts", groups, blocks)
     totals = workspace("totals", groups, 2)
     ranks = workspace("ranks", rows, heads, slots)
+    lse = plan.workspace("kv_major_lse", (rows, heads, slots, config.group_size), torch.float32)
     items, entries = (
         workspace("items", groups, max_items, 3),
         workspace("entries", groups, chunk_tokens * slots),
@@ -463,15 +498,17 @@ def _reverse_index(
         request,
         plan.cu_seqlens_q,
         plan.seq_lens,
-        plan.page_table,
-        plan.page_table.stride(0),
+        page_table,
+        page_table.stride(0),
         counts,
         ranks,
+        lse,
         num_pages=cache.num_pages,
         **choice,
         **bounds,
         TOKENS=tokens,
         SLOTS=padded,
+        GROUP=config.group_size,
     )
     _items_kernel[(triton.cdiv(blocks, 1024), groups)](
         counts,
@@ -497,12 +534,13 @@ def _reverse_index(
         TOKENS=tokens,
         SLOTS=padded,
     )
-    return ReverseIndex(chunk_tokens, num_chunks, ranks, items, entries, totals)
+    return ReverseIndex(chunk_tokens, num_chunks, lse, items, entries, totals)
 
 
 def _attend_chunk(
     q: torch.Tensor,
     cache: KVCache,
+    page_table: torch.Tensor,
     plan: Plan,
     index: ReverseIndex,
     chunk: int,
@@ -514,17 +552,17 @@ def _attend_chunk(
     choice: dict[str, object],
 ) -> None:
     """The partial outputs of one chunk of tokens and one KV head, and their merge."""
-    config, slots = plan.config, index.ranks.shape[2]
+    config, slots = plan.config, index.lse.shape[2]
     group_rows = triton.next_power_of_2(config.group_size)
     tokens = max(1, TILE_ROWS // group_rows)
-    shape = (index.chunk_tokens * slots, config.group_size)
-    dtype = cache.format.storage_dtype if cache.format.name == "bf16" else torch.float16
-    partial_out = plan.workspace("kv_major_out", (*shape, config.head_dim), dtype)
-    partial_lse = plan.workspace("kv_major_lse", shape, torch.float32)
+    shape = (index.chunk_tokens * slots, config.group_size, config.head_dim)
+    dtype = torch.bfloat16 if cache.format.name == "bf16" else torch.float16
+    partial_out = plan.workspace("kv_major_out", shape, dtype)
     first_token = chunk * index.chunk_tokens
     common = {
         **choice,
         "head": head,
+        "num_heads": config.num_kv_heads,
         "first_token": first_token,
         "num_slots": slots,
         "GROUP": config.group_size,
@@ -541,13 +579,13 @@ def _attend_chunk(
         softmax_scale_log2=softmax_scale * math.log2(math.e),
         cu_seqlens_ptr=plan.cu_seqlens_q,
         seq_lens_ptr=plan.seq_lens,
-        page_table_ptr=plan.page_table,
-        stride_table=plan.page_table.stride(0),
+        page_table_ptr=page_table,
+        stride_table=page_table.stride(0),
         items_ptr=index.items,
         entries_ptr=index.entries,
         totals_ptr=index.totals,
         partial_out_ptr=partial_out,
-        partial_lse_ptr=partial_lse,
+        lse_ptr=index.lse,
         group=chunk * config.num_kv_heads + head,
         num_blocks=plan.num_blocks,
         max_items=index.items.shape[1],
@@ -557,21 +595,20 @@ def _attend_chunk(
         ROWS=max(16, tokens * group_rows),
         **launch.format_arguments(cache.format, q.device),
         FP8_QUERY=q.dtype == torch.float8_e4m3fn,
-        STAGES=2,
+        STAGES=STAGES,
         num_warps=4,
     )
-    lse_arguments = (partial_lse, 0, 0) if lse is None else (lse, *lse.stride())
+    lse_arguments = (index.lse, 0, 0) if lse is None else (lse, *lse.stride())
     _combine_kernel[(index.chunk_tokens,)](
         partial_out,
-        partial_lse,
-        index.ranks,
+        index.lse,
         plan.tiles(1).request,
         out,
         *out.stride(),
         *lse_arguments,
         num_rows=plan.max_rows,
-        num_heads=config.num_kv_heads,
         **common,
+        SLOTS=triton.next_power_of_2(slots),
         FORMAT=launch.format_arguments(cache.format, q.device)["FORMAT"],
         HAS_LSE=lse is not None,
         num_warps=4,

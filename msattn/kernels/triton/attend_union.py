@@ -257,10 +257,7 @@ def _attend_kernel(
     running_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
 
-    if DIRECT:
-        count = num_slots
-    else:
-        count = tl.load(counts_ptr + group)
+    count = num_slots if DIRECT else tl.load(counts_ptr + group)
     per_split = (count + SPLITS - 1) // SPLITS
     begin = split * per_split
     end = tl.minimum(begin + per_split, count)
@@ -403,8 +400,7 @@ def choose(plan: Plan, slots: int, tile_rows: int = 128) -> Config:
     programs = len(plan.tiles(tokens).request) * plan.config.num_kv_heads
     wanted = 2 * launch.num_processors(plan.device) // max(programs, 1)
     splits = min(launch.power_of_two_below(wanted), 16, launch.power_of_two_below(slots))
-    rows = tokens * group_rows
-    return Config(tokens, max(splits, 1), 8 if rows > 64 else 4, 3 if rows <= 64 else 2)
+    return Config(tokens, max(splits, 1), 8 if tokens * group_rows > 64 else 4, 3)
 
 
 class Lists(NamedTuple):
@@ -416,7 +412,9 @@ class Lists(NamedTuple):
     overlap: torch.Tensor  # [2] int32: entries and picks of all lists
 
 
-def make_lists(block_ids: torch.Tensor, cache: KVCache, plan: Plan, tokens: int) -> Lists:
+def make_lists(
+    block_ids: torch.Tensor, cache: KVCache, page_table: torch.Tensor, plan: Plan, tokens: int
+) -> Lists:
     """The lists of tiles of ``tokens`` tokens."""
     tiles, slots = plan.tiles(tokens), block_ids.shape[2]
     groups = (len(tiles.request), plan.config.num_kv_heads)
@@ -431,8 +429,8 @@ def make_lists(block_ids: torch.Tensor, cache: KVCache, plan: Plan, tokens: int)
         *tiles,
         plan.cu_seqlens_q,
         plan.seq_lens,
-        plan.page_table,
-        plan.page_table.stride(0),
+        page_table,
+        page_table.stride(0),
         entries,
         pages,
         counts,
@@ -452,6 +450,7 @@ def make_lists(block_ids: torch.Tensor, cache: KVCache, plan: Plan, tokens: int)
 def attend(
     q: torch.Tensor,
     cache: KVCache,
+    page_table: torch.Tensor,
     block_ids: torch.Tensor,
     plan: Plan,
     config: Config,
@@ -461,7 +460,7 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    may_yield: bool,
+    may_yield: bool = False,
 ) -> None:
     """:func:`msattn.attend` over the lists; nothing where they yield to the other schedule.
 
@@ -498,8 +497,8 @@ def attend(
         stride_ids_t=block_ids.stride(0),
         stride_ids_h=block_ids.stride(1),
         stride_ids_k=block_ids.stride(2),
-        page_table_ptr=plan.page_table,
-        stride_table=plan.page_table.stride(0),
+        page_table_ptr=page_table,
+        stride_table=page_table.stride(0),
         num_blocks=plan.num_blocks,
         num_pages=cache.num_pages,
         num_slots=block_ids.shape[2],
@@ -531,7 +530,9 @@ def attend(
         DIRECT=lists is None,
         SLOTS=triton.next_power_of_2(max(block_ids.shape[2], 1)),
         TMA=tma,
-        STAGES=config.stages,
-        TAIL_STAGES=1 if tma else config.stages,
+        # Three stages of 16 bit pages beside 128 rows of queries fill a Hopper's shared memory;
+        # other GPUs have less.
+        STAGES=config.stages if tma or rows <= 64 else 2,
+        TAIL_STAGES=1 if tma else config.stages if rows <= 64 else 2,
         num_warps=config.warps,
     )

@@ -58,12 +58,16 @@ def column_of(d, FORMAT: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_to_fp16(codes, scales, ROWS: tl.constexpr, D: tl.constexpr):
-    """codes [ROWS, D/2] uint8, scales [ROWS, D/16] fp16 -> [ROWS, D] fp16, 1/256 of the numbers."""
+def nvfp4_to_fp16(codes, scales, INTERLEAVE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """codes [ROWS, D/2] uint8, scales [ROWS, D/16] fp16 -> [ROWS, D] fp16, 1/256 of the numbers.
+
+    Columns as :func:`column_of` says, or with INTERLEAVE in the order of the elements.
+    """
     scales = (scales * 64.0)[:, :, None].broadcast_to(ROWS, D // 16, 8)
     scales = tl.reshape(scales, (ROWS, D // 2))
     low, high = _e2m1_to_fp16(codes & 0xF) * scales, _e2m1_to_fp16(codes >> 4) * scales
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (ROWS, D))
+    both = tl.join(low, high)  # [ROWS, D/2, 2]
+    return tl.reshape(both if INTERLEAVE else tl.permute(both, (0, 2, 1)), (ROWS, D))
 
 
 @triton.jit
@@ -91,9 +95,10 @@ def load_k_tile(
         return tl.load(at, mask=(n < num_keys)[None, :], other=0.0).to(COMPUTE)
     else:
         # Row by row, so that 16 bit tiles are transposed, not bytes.
-        return tl.trans(
-            _load_narrow(base, stride_token, num_keys, False, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D)
+        k = load_narrow_tile(
+            base, stride_token, num_keys, False, False, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
         )
+        return tl.trans(k)
 
 
 @triton.jit
@@ -116,17 +121,18 @@ def load_v_tile(
         at = base + n[:, None] * stride_token + d[None, :]
         return tl.load(at, mask=(n < num_keys)[:, None], other=0.0).to(COMPUTE)
     else:
-        return _load_narrow(
-            base, stride_token, num_keys, True, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
+        return load_narrow_tile(
+            base, stride_token, num_keys, True, False, FORMAT, E5M2, NATIVE_FP8, COMPUTE, D
         )
 
 
 @triton.jit
-def _load_narrow(
+def load_narrow_tile(
     base,
     stride_token,
     num_keys,
     QUADS: tl.constexpr,  # NVFP4 scales lie in quads of tokens, as V's do
+    INTERLEAVE: tl.constexpr,  # NVFP4 columns in the order of the elements
     FORMAT: tl.constexpr,
     E5M2: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -144,7 +150,8 @@ def _load_narrow(
         else:
             scale = n[:, None] * (D // 16) + g[None, :]
         scales = tl.load(base + BLOCK * (D // 2) + scale, mask=live, other=0)
-        return nvfp4_to_fp16(codes, fp8_to_fp16(scales, False, NATIVE_FP8), BLOCK, D).to(COMPUTE)
+        scales = fp8_to_fp16(scales, False, NATIVE_FP8)
+        return nvfp4_to_fp16(codes, scales, INTERLEAVE, BLOCK, D).to(COMPUTE)
     else:
         d = tl.arange(0, D)
         x = tl.load(base + n[:, None] * stride_token + d[None, :], mask=live, other=0)
