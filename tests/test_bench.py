@@ -298,10 +298,11 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 def test_run_from_end_to_end(bench: Any, tmp_path: Path) -> None:
     """Every op on the CPU, files, pictures and the table; then the report of the files."""
     pytest.importorskip("matplotlib")
-    code, out, _ = bench(*COMMAND, "--out", tmp_path, "--plot")
+    code, out, _ = bench(*COMMAND, "--out", tmp_path, "--plot", "--note", "abc123")
     assert code == 0, out
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert lines[0]["header"]["torch"] == torch.__version__
+    assert lines[0]["header"]["note"] == "abc123"
     assert all(lines[0]["header"]["roofs"][name] > 0 for name in ("copy", "read", "matmul"))
     header, records = read_results(tmp_path / "results.jsonl")
     assert len(records) == len(lines) - 1 and header == lines[0]["header"]

@@ -21,6 +21,7 @@ from .workloads import Workload
 CHUNK_BYTES = 128 << 20  # of KV pages that are filled once and then repeated
 POOL_SHARE = 0.5  # of the device's memory that the KV pool may take
 CPU_POOL_BYTES = 1 << 30
+OTHER_ORDER = 7919  # a prime: pages by which the tables of two sets are shifted
 UNMAPPED_PER_SECOND = 200e9  # bytes that a driver takes back
 
 # Index keys and queries that select about as the published figures say: some blocks are stronger
@@ -126,10 +127,12 @@ class Inputs:
         width = -(-int(counts.max()) // 16) * 16
         used = (torch.arange(width) < counts[:, None]).to(self.device)
         need = self.case.num_pages
+        # Where not every set can have pages of its own, each has them in another order.
+        shift = need if need * self.sets <= self.num_pages else OTHER_ORDER
         order = torch.randperm(self.num_pages, generator=self.generator, device=self.device)
         tables = []
         for r in range(self.sets):
-            place = (torch.arange(need, device=self.device) + r * need) % self.num_pages
+            place = (torch.arange(need, device=self.device) + r * shift) % self.num_pages
             table = torch.zeros(used.shape, dtype=torch.int32, device=self.device)
             table[used] = order[place].int()
             tables.append(table)

@@ -14,7 +14,7 @@ from ..testing.cost import Roofs
 from .record import Record, ratio_to_best_peer
 from .summary import Summary, losses, problems, summarize
 
-LINE = "{case:<44} {provider:<17} {us:>9} {spread:>19} {tflops:>7} {tbs:>6} {roof:>6} {ratio:>7}"
+LINE = "{case:<44} {provider:<17} {us:>9} {spread:>19} {tflops:>8} {tbs:>8} {roof:>6} {host:>7} {ratio:>7}"
 MAX_LISTED = 30
 
 
@@ -36,8 +36,18 @@ def print_header(
     console.print(f"peers: {', '.join(peers) or 'none'}")
     for name, reason in missing.items():
         console.print(Text(f"  {name} is left out: {reason}", style="dim"), soft_wrap=True)
-    columns = ("case", "provider", "us", "p20-p80", "TFLOP/s", "TB/s", "% roof", "vs peer")
-    names = ("case", "provider", "us", "spread", "tflops", "tbs", "roof", "ratio")
+    columns = (
+        "case",
+        "provider",
+        "us",
+        "p20-p80",
+        "TFLOP/s",
+        "TB/s",
+        "% roof",
+        "host us",
+        "vs peer",
+    )
+    names = ("case", "provider", "us", "spread", "tflops", "tbs", "roof", "host", "ratio")
     console.print()
     line = LINE.format(**dict(zip(names, columns, strict=True)))
     console.print(Text(line, style="bold"), soft_wrap=True)
@@ -62,6 +72,7 @@ def print_case(console: Console, records: Sequence[Record]) -> None:
             tflops=f"{record.tflops:.3g}",
             tbs=f"{record.tbs:.3g}",
             roof=f"{record.roof:.0%}",
+            host="" if record.host_us is None else _us(record.host_us),
             ratio="" if ratio is None else f"{ratio:.2f}x",
         )
         note = f"  {record.note}" if record.note else ""

@@ -162,6 +162,9 @@ def bench_command(
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw PNGs into --out.")] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    note: Annotated[
+        str, typer.Option(help="Kept with the results: a commit, where there is no checkout.")
+    ] = "",
     earlier: Annotated[
         str, typer.Option("--from", help="Measure nothing: report earlier results.jsonl files.")
     ] = "",
@@ -190,6 +193,7 @@ def bench_command(
             plot=plot,
             list_cases=list_cases,
             earlier=_listed(earlier),
+            note=note,
         )
     )
 

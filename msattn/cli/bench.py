@@ -48,6 +48,7 @@ class Options:
     plot: bool = False
     list_cases: bool = False
     earlier: tuple[str, ...] = ()  # results to report again
+    note: str = ""  # kept with the results
 
 
 def run(options: Options) -> int:
@@ -64,7 +65,8 @@ def run(options: Options) -> int:
         _require_matplotlib()
     console = _console()
     roofs = measure_roofs(device)
-    header: dict[str, Any] = environment(device) | {"roofs": asdict(roofs)}
+    note = {"note": options.note} if options.note else {}
+    header: dict[str, Any] = note | environment(device) | {"roofs": asdict(roofs)}
     facts = {k: v for k, v in header.items() if k != "roofs"}
     print_header(console, facts, roofs, [peer.name for peer in peers], missing)
     records: list[Record] = []
