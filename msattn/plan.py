@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -61,6 +62,11 @@ class Plan:
     @property
     def device(self) -> torch.device:
         return self.seq_lens.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """cu_seqlens_q, seq_lens and page_table."""
+        return self.cu_seqlens_q, self.seq_lens, self.page_table
 
     def update(self, batch: Batch) -> None:
         """Take over another step's batch, in place and without a host sync.
@@ -156,6 +162,10 @@ class Plan:
         tiles.first_row.copy_(first_row)
 
 
+_LIVING: WeakValueDictionary[int, Plan] = WeakValueDictionary()
+"""Plans by the address of their cu_seqlens_q, which is never empty."""
+
+
 def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
     """Prepare a step.
 
@@ -166,7 +176,7 @@ def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
     """
     require_type("batch", batch, Batch)
     require_type("config", config, MSAConfig)
-    return Plan(
+    plan = Plan(
         config,
         KVFormat.parse(kv_format),
         batch.cu_seqlens_q.clone(memory_format=torch.contiguous_format),
@@ -178,6 +188,20 @@ def make_plan(batch: Batch, config: MSAConfig, kv_format: object) -> Plan:
         max_rows=_max_rows(batch),
         in_capture=is_capturing(batch.device),
     )
+    _LIVING[plan.cu_seqlens_q.data_ptr()] = plan
+    return plan
+
+
+def find_plan(
+    cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor
+) -> Plan | None:
+    """The living plan whose tensors these are: for callers that can pass nothing but tensors."""
+    plan = _LIVING.get(cu_seqlens_q.data_ptr())
+    if plan is None:
+        return None
+    pairs = zip((cu_seqlens_q, seq_lens, page_table), plan.tensors, strict=True)
+    same = all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
+    return plan if same else None
 
 
 def _max_rows(batch: Batch) -> int:

@@ -971,6 +971,33 @@ BATCHES = [
     ),
 ]
 
+
+def operator(name: str, index: int, value: object) -> Callable[[World], object]:
+    """An operator of torch, one argument of it replaced; imported here, as it imports Triton."""
+
+    def call(world: World) -> object:
+        from msattn import ops
+
+        given = world.arguments("attend")
+        arguments = [given["q"], *ops._cache_arguments(world.cache), given["block_ids"]]
+        arguments += [*world.plan.tensors, 2, 130, None, None]
+        arguments[index] = value
+        return getattr(torch.ops.msattn, name)(*arguments)
+
+    return call
+
+
+OPERATORS = [
+    case("ops", operator("attend", index, value), error, message)
+    for index, value, error, message in (
+        (0, zeros(3, 512), ValueError, "q: expected shape [T, Hq, D], got [3, 512]"),
+        (1, [zeros(3, 2, 128, 256)] * 3, ValueError, PAIR + "3 tensors"),
+        (2, "int4", ValueError, f"kv_format: {LISTED} 'int4'"),
+        (5, zeros(3, 8, dtype=torch.int32), ValueError, "block_ids: expected shape [T, Hkv, K]..."),
+        (6, int32(0, 2), ValueError, "cu_seqlens_q: expected shape [R+1=3], got [2]"),
+    )
+]
+
 CASES = [
     *tensor_cases(),
     *object_cases(),
@@ -983,6 +1010,7 @@ CASES = [
     *FORMATS,
     *CONFIGS,
     *DISPATCH,
+    *OPERATORS,
 ]
 
 

@@ -36,7 +36,7 @@ print(*sorted(name for name in set(sys.modules) - before))
     loaded = run(code).split()
     assert "msattn" in loaded
     assert [name for name in loaded if name.split(".")[0] != "msattn"] == []
-    optional = {"bench", "cli", "integrations", "testing", "train", "distributed", "tuning"}
+    optional = {"bench", "ops", "cli", "integrations", "testing", "train", "distributed", "tuning"}
     assert [name for name in loaded if optional & set(name.split("."))] == []
     # Of the kernels, only what says whether they can serve.
     kernels = {name.split(".")[-1] for name in loaded if name.startswith("msattn.kernels")}
@@ -131,7 +131,7 @@ LAYERS = [
     ["reference", "kernels", "tuning"],  # how it is computed
     ["dispatch"],
     ["store", "indexer", "selection", "attend", "combine"],
-    ["api"],
+    ["api", "ops"],
     ["__init__"],
     ["testing", "train", "distributed"],
     ["integrations", "bench"],
