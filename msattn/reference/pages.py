@@ -8,7 +8,7 @@ import torch
 
 from ..cache import IndexCache, KVCache, Scale
 from ..config import BLOCK_SIZE
-from .quantize import nvfp4_decode, nvfp4_encode, to_storage
+from .quantize import divide, nvfp4_decode, nvfp4_encode, to_storage
 
 Side = Literal["k", "v"]
 
@@ -34,7 +34,7 @@ def write_kv(cache: KVCache, side: Side, x: torch.Tensor, slots: torch.Tensor) -
     scale = cache.k_scale if side == "k" else cache.v_scale
     if isinstance(scale, torch.Tensor) and scale.dim() == 2:
         scale = scale[:, slots].T.unsqueeze(-1)  # [n, Hkv, 1]
-    x = x.float() / scale
+    x = divide(x.float(), scale)
     if not cache.format.scale_group:
         pool = cache.k if side == "k" else cache.v
         _bytes(pool)[page, :, offset] = _bytes(to_storage(x, cache.format))

@@ -17,6 +17,11 @@ def to_storage(x: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     return x.clamp(-fmt.max_value, fmt.max_value).to(fmt.storage_dtype)
 
 
+def divide(x: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    """x / divisor, rounded once: by a Python number, CUDA multiplies with its reciprocal."""
+    return x / torch.as_tensor(divisor, dtype=x.dtype, device=x.device)
+
+
 def nvfp4_encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 ``[..., D]`` / global scale -> codes ``[..., D/2]`` uint8, scales ``[..., D/16]`` E4M3.
 
@@ -25,7 +30,7 @@ def nvfp4_encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     groups = x.unflatten(-1, (-1, 16))
     amax = groups.abs().amax(-1)
-    scales = (amax.clamp(min=1e-12) / 6).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+    scales = divide(amax.clamp(min=1e-12), 6.0).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
     scales = scales.to(torch.float8_e4m3fn)
     ratio = groups / scales.float().unsqueeze(-1)
     codes = _e2m1_codes(ratio).flatten(-2)

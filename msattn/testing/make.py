@@ -208,7 +208,7 @@ def make_pool(
     config: MSAConfig,
     num_pages: int,
     layout: Layout = DENSE,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Pool:
     """A pool of NaN in the layout, with pages of NaN on both sides of it."""
     heads, tokens, content = fmt.page_shape(config)
@@ -226,7 +226,7 @@ def make_pool(
 
 
 def make_index_cache(
-    config: MSAConfig, num_pages: int, dtype: object, device: torch.device | str = "cpu"
+    config: MSAConfig, num_pages: int, dtype: object, device: torch.device | str | None = None
 ) -> IndexCache:
     """Index keys of NaN, with pages of NaN on both sides."""
     storage = KVFormat.parse(dtype).storage_dtype
@@ -239,7 +239,7 @@ def make_scale(
     kind: ScaleKind,
     config: MSAConfig,
     num_pages: int,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Scale | None:
     """``value`` in one of the forms that a scale may have; per slot it is a range around it."""
     if kind == "unit":
@@ -303,7 +303,7 @@ def step_rows(case: Case) -> torch.Tensor:
 
 
 def poisoned(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """A tensor all of whose bytes are poison: NaN, or -1 for integers."""
     size = math.prod(shape) * dtype.itemsize

@@ -73,7 +73,7 @@ def test_wide_rows(columns: int) -> None:
 
 
 def test_as_many_ties_as_a_row_can_have() -> None:
-    """32,768 of them: the counter of ties has no bit to spare."""
+    """None is a number, and the smallest ids are all that tell them apart."""
     both(torch.full((2, 1, 32768), NAN), [32768], make_config(topk=16, local_blocks=0))
 
 
@@ -113,3 +113,15 @@ def test_the_checks_of_the_stage_reach_the_kernel() -> None:
     plan, _ = decode_plan([3], make_config())
     assert msattn.why_not("select_blocks", impl="triton", plan=plan) == []
     check(torch.randn(2, 1, 30), [30], make_config())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prompt_at_128k(tied: bool) -> None:
+    """8,192 tokens, 4 heads, 1,088 blocks."""
+    batch = msattn.Batch.from_lists([8192], [1088 * 128], torch.zeros(1, 1088, dtype=torch.int32))
+    scores = torch.randn(4, 8192, 1088)
+    scores = (scores * 8).round() if tied else scores
+    plan = msattn.make_plan(batch, msattn.MSAConfig(), "bf16")
+    want = msattn.select_blocks(scores, plan, impl="reference")
+    assert_same_ids("block_ids", msattn.select_blocks(scores, plan, impl="triton"), want)

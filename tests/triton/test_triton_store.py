@@ -21,6 +21,7 @@ from msattn.testing.cases import LAYOUTS, ScaleKind, scale_kinds_of
 from msattn.testing.make import (
     K_SCALE,
     V_SCALE,
+    as_bytes,
     make_index_cache,
     make_pool,
     make_scale,
@@ -127,3 +128,20 @@ def test_any_number_of_tokens_and_any_strides_of_them(count: int) -> None:
     msattn.store_kv(k, v, caches[0], slots, impl="reference")
     msattn.store_kv(strided(k), v, caches[1], slots, impl="triton")
     assert torch.equal(*(memory(cache)[0] for cache in caches))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_pages_beyond_32_bit_offsets(fmt: msattn.KVFormat) -> None:
+    """A layer of a pool of more than 2^32 elements; its first page and its last one."""
+    page = fmt.page_shape(CONFIG)
+    size = page[0] * page[1] * page[2]
+    layers = 2**32 // (3 * size) + 1
+    pool = torch.zeros(3, layers, *page, dtype=fmt.storage_dtype)
+    cache = msattn.KVCache.from_tensor(pool[:, -1], CONFIG, fmt)
+    want = msattn.KVCache.allocate(3, CONFIG, fmt, device=pool.device)
+    k, v = awkward_tokens(8, torch.bfloat16)[:2], awkward_tokens(8, torch.bfloat16)[:2] + 1
+    slots = torch.tensor([1, 3 * 128 - 1])
+    msattn.store_kv(k, v, cache, slots, impl="triton")
+    msattn.store_kv(k, v, want, slots, impl="reference")
+    assert torch.equal(as_bytes(pool[:, -1]), as_bytes(want.tensor))

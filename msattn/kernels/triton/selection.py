@@ -130,7 +130,7 @@ def best_columns(
     """
     NONE: tl.constexpr = 0x7FFFFFFF
     score, left, taken, start = key_score(key), k - num_above, 0, 0
-    while taken < k:
+    while (taken < k) & (start < last):
         column = start + tl.arange(0, CHUNK)
         x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
         # Odd where the score is the last one, of which only so many are taken.
