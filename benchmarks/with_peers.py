@@ -78,11 +78,14 @@ def set_up_flashinfer(work: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog="What follows -- are arguments of msattn bench.",
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--warm", action="store_true", help="compile vLLM's kernels in parallel")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of msattn bench, behind --")
-    args = parser.parse_args()
+    mine, arguments = _split(sys.argv[1:])
+    args = parser.parse_args(mine)
     folder = args.folder.resolve()
     work = unpack(folder)
     set_environment(folder, work)
@@ -91,7 +94,13 @@ def main() -> int:
     set_up_flashinfer(work)
     from msattn.cli import main as msattn
 
-    return msattn(["bench", *(a for a in args.arguments if a != "--")])
+    return msattn(["bench", *arguments])
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before ``--`` is ours, what stands behind it is the command's."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
 
 
 if __name__ == "__main__":

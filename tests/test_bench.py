@@ -287,12 +287,16 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     from msattn.cli import main
 
     monkeypatch.setenv("COLUMNS", "140")
+    # Threads that wait for one another on busy cores take most of the time.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code = main([str(argument) for argument in arguments])
         return code, *capsys.readouterr()
 
     yield run
+    torch.set_num_threads(threads)
 
 
 def test_run_from_end_to_end(bench: Any, tmp_path: Path) -> None:

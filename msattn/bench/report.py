@@ -14,7 +14,10 @@ from ..testing.cost import Roofs
 from .record import Record, ratio_to_best_peer
 from .summary import Summary, losses, problems, summarize
 
-LINE = "{case:<44} {provider:<17} {us:>9} {spread:>19} {tflops:>8} {tbs:>8} {roof:>6} {host:>7} {ratio:>7}"
+LINE = (
+    "{case:<44} {provider:<17} {us:>9} {spread:>19} {tflops:>8} {tbs:>8} {roof:>6} "
+    "{host:>7} {ratio:>7}"
+)
 MAX_LISTED = 30
 
 
@@ -36,20 +39,19 @@ def print_header(
     console.print(f"peers: {', '.join(peers) or 'none'}")
     for name, reason in missing.items():
         console.print(Text(f"  {name} is left out: {reason}", style="dim"), soft_wrap=True)
-    columns = (
-        "case",
-        "provider",
-        "us",
-        "p20-p80",
-        "TFLOP/s",
-        "TB/s",
-        "% roof",
-        "host us",
-        "vs peer",
-    )
-    names = ("case", "provider", "us", "spread", "tflops", "tbs", "roof", "host", "ratio")
+    columns = {
+        "case": "case",
+        "provider": "provider",
+        "us": "us",
+        "spread": "p20-p80",
+        "tflops": "TFLOP/s",
+        "tbs": "TB/s",
+        "roof": "% roof",
+        "host": "host us",
+        "ratio": "vs peer",
+    }
     console.print()
-    line = LINE.format(**dict(zip(names, columns, strict=True)))
+    line = LINE.format(**columns)
     console.print(Text(line, style="bold"), soft_wrap=True)
 
 
