@@ -10,7 +10,6 @@ a partial output does not depend on the picks beside it, so the result is the sa
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +29,12 @@ from .tiles import (
     load_scale,
     load_v_tile,
     shares_little,
+    signed,
 )
 
 PARTIAL_BYTES = 256 << 20
 """Partial outputs of one KV head and chunk of tokens."""
-ITEM_PICKS = 128
+ITEM_PICKS = 64
 STAGES = 2
 SLOT_BITS = tl.constexpr(8)
 """Of an entry of the reverse index; the others are the token's."""
@@ -47,7 +47,17 @@ MAX_ROWS = 1 << 20
 """Rows of the reverse index: with more, to zero and scan it would cost as much as to attend."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_pages", "num_slots", "chunk_tokens"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_table",
+        "num_rows",
+        "num_requests",
+        "num_blocks",
+        "num_pages",
+        "num_slots",
+        "chunk_tokens",
+    ]
+)
 def _count_kernel(
     block_ids_ptr,  # [T, Hkv, K] int32
     stride_ids_t,
@@ -142,7 +152,14 @@ def _items_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_blocks", "num_slots", "chunk_tokens", "max_entries"]
+    do_not_specialize=[
+        "num_rows",
+        "num_requests",
+        "num_blocks",
+        "num_slots",
+        "chunk_tokens",
+        "max_entries",
+    ]
 )
 def _fill_kernel(
     block_ids_ptr,
@@ -185,6 +202,7 @@ def _fill_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "stride_table",
         "group",
         "head",
         "first_token",
@@ -242,6 +260,7 @@ def _attend_items_kernel(
     NATIVE_FP8: tl.constexpr,
     COMPUTE: tl.constexpr,
     FP8_QUERY: tl.constexpr,
+    SIGN: tl.constexpr,
     Q_SCALE_ON_DEVICE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr,
     V_SCALE_ON_DEVICE: tl.constexpr,
@@ -308,7 +327,7 @@ def _attend_items_kernel(
         )
         if FP8_QUERY:
             q = fp8_to_fp16(q, False, NATIVE_FP8)
-        s = tl.dot(q.to(COMPUTE), k)
+        s = tl.dot(signed(q.to(COMPUTE), SIGN), k)
         if K_SCALE_PER_SLOT:
             s *= key_scale[None, :]
         # Every pick sees the first key of its block: no row is empty.
@@ -463,7 +482,7 @@ def _reverse_index(
     config, slots = plan.config, block_ids.shape[2]
     rows, heads = plan.max_rows, config.num_kv_heads
     token_bytes = slots * config.group_size * (2 * config.head_dim + 4)
-    num_chunks = -(-rows * token_bytes // PARTIAL_BYTES)
+    num_chunks = max(1, -(-rows * token_bytes // PARTIAL_BYTES))
     chunk_tokens = -(-rows // num_chunks)
     groups, blocks = num_chunks * heads, plan.num_requests * plan.num_blocks
     max_items = chunk_tokens * slots // ITEM_PICKS + min(blocks, chunk_tokens * slots)
@@ -576,7 +595,7 @@ def _attend_chunk(
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale),
         **launch.scale_arguments("v_scale", cache.v_scale),
-        softmax_scale_log2=softmax_scale * math.log2(math.e),
+        **launch.softmax_arguments(softmax_scale),
         cu_seqlens_ptr=plan.cu_seqlens_q,
         seq_lens_ptr=plan.seq_lens,
         page_table_ptr=page_table,

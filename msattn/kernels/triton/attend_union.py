@@ -9,7 +9,6 @@ split their lists over several programs; the last one to finish merges.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,13 +29,15 @@ from .tiles import (
     load_scale,
     load_v_tile,
     shares_little,
+    signed,
 )
 
+TILE_ROWS = 128
 MAX_LIST = 256
 """Block ids that one tile's list is made of, where the tile has more than one token."""
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_pages", "num_slots", "max_list"])
+@triton.jit(do_not_specialize=["stride_table", "num_blocks", "num_pages", "num_slots", "max_list"])
 def _union_lists_kernel(
     block_ids_ptr,  # [T, Hkv, K] int32
     stride_ids_t,
@@ -130,7 +131,7 @@ def _softmax_step(s, last_key, scale, running_max, running_sum):
     return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["max_list", "num_blocks", "num_pages", "num_slots"])
+@triton.jit(do_not_specialize=["stride_table", "max_list", "num_blocks", "num_pages", "num_slots"])
 def _attend_kernel(
     q_ptr,  # [T, Hq, D]; e4m3 as bytes
     stride_q_t,
@@ -190,6 +191,7 @@ def _attend_kernel(
     NATIVE_FP8: tl.constexpr,
     COMPUTE: tl.constexpr,  # dtype of the matrix products
     FP8_QUERY: tl.constexpr,
+    SIGN: tl.constexpr,  # of the softmax scale; the scale itself is positive
     Q_SCALE_ON_DEVICE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr,
     V_SCALE_ON_DEVICE: tl.constexpr,
@@ -210,10 +212,10 @@ def _attend_kernel(
     """
     if MAY_YIELD and shares_little(overlap_ptr, TOKENS):
         return
-    split, head = tl.program_id(0), tl.program_id(1)
+    head, split = tl.program_id(1), tl.program_id(2)
     # Late tiles of a prompt have the longest lists; they go first.
-    num_heads, num_tiles = tl.num_programs(1), tl.num_programs(2)
-    tile = num_tiles - 1 - tl.program_id(2)
+    num_tiles, num_heads = tl.num_programs(0), tl.num_programs(1)
+    tile = num_tiles - 1 - tl.program_id(0)
     request = tl.load(tile_request_ptr + tile)
     if request < 0:
         return
@@ -239,7 +241,7 @@ def _attend_kernel(
     )
     if FP8_QUERY:
         q = fp8_to_fp16(q, False, NATIVE_FP8)
-    q = q.to(COMPUTE)  # [ROWS, D]
+    q = signed(q.to(COMPUTE), SIGN)  # [ROWS, D]
 
     scale = softmax_scale_log2 * load_scale(q_scale, Q_SCALE_ON_DEVICE)
     if not K_SCALE_PER_SLOT:
@@ -384,16 +386,16 @@ class Config:
     stages: int
 
 
-def choose(plan: Plan, slots: int, tile_rows: int = 128) -> Config:
+def choose(plan: Plan, slots: int) -> Config:
     """Constants for ``slots`` block ids per token.
 
-    A tile has at most ``tile_rows`` rows, 8 tokens (more of them share too little), and 256 block
-    ids. Lists are split while there are fewer programs than the GPU runs at a time.
+    A tile has at most 128 rows, 8 tokens (more of them share too little), and 256 block ids. Lists
+    are split while there are fewer programs than the GPU runs at a time.
     """
     group_rows = triton.next_power_of_2(plan.config.group_size)
     tokens = min(
         triton.next_power_of_2(max(plan.max_query_len, 1)),
-        max(1, tile_rows // group_rows),
+        max(1, TILE_ROWS // group_rows),
         max(1, MAX_LIST // triton.next_power_of_2(max(slots, 1))),
         8,
     )
@@ -469,23 +471,23 @@ def attend(
     msa, tiles = plan.config, plan.tiles(config.tokens)
     group_rows = triton.next_power_of_2(msa.group_size)
     rows = max(16, config.tokens * group_rows)
-    grid = (config.splits, msa.num_kv_heads, len(tiles.request))
-    parts = grid[0] * grid[1] * grid[2] if config.splits > 1 else 0
+    groups = (len(tiles.request), msa.num_kv_heads)
+    parts = groups[0] * groups[1] * config.splits if config.splits > 1 else 0
     partial_out = plan.workspace("partial_out", (parts, rows, msa.head_dim), torch.float32)
     partial_state = plan.workspace("partial_state", (2, parts, rows), torch.float32)
-    arrivals = plan.workspace("arrivals", grid[1:], torch.int32)
+    arrivals = plan.workspace("arrivals", groups, torch.int32)
     lse_arguments = (q, 0, 0) if lse is None else (lse, *lse.stride())
     tma = lists is not None and launch.has_bulk_copies(cache)
     k_desc, v_desc = launch.pool_descriptors(cache) if tma else (None, None)
     # Not read without lists.
     entries, pages, counts, overlap = lists or (arrivals,) * 4
-    _attend_kernel[grid](
+    _attend_kernel[(*groups, config.splits)](
         launch.raw(q),
         *q.stride(),
         *launch.pool_arguments(cache),
         k_desc=k_desc,
         v_desc=v_desc,
-        softmax_scale_log2=softmax_scale * math.log2(math.e),
+        **launch.softmax_arguments(softmax_scale),
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale),
         **launch.scale_arguments("v_scale", cache.v_scale),

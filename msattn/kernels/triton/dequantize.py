@@ -21,7 +21,7 @@ SCRATCH_BYTES = 320 << 20
 """The scratch pool: 1,280 blocks of M3's 4 KV heads, 160K tokens of context."""
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_pages"])
+@triton.jit(do_not_specialize=["stride_table", "num_blocks", "num_pages"])
 def _dequantize_kernel(
     k_ptr,
     stride_k_page,
@@ -77,7 +77,8 @@ def _dequantize_kernel(
 def pays(cache: KVCache, plan: Plan) -> bool:
     """The pool is narrow, its pages are read often enough, and the scratch is not too large.
 
-    Pools with a factor for each slot are converted by the attention: 16 bits would round the product.
+    Pools with a factor for each slot are converted by the attention: the product would be rounded
+    in 16 bits.
     """
     narrow = cache.format.is_fp8 or bool(cache.format.scale_group)
     slot_scales = any(

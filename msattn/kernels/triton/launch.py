@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -26,6 +27,13 @@ def scale_arguments(name: str, scale: Scale, *, slots: bool = True) -> dict[str,
         arguments[f"{name.upper()}_PER_SLOT"] = per_slot
         arguments[f"stride_{name}"] = scale.stride(0) if per_slot else 0  # type: ignore[union-attr]
     return arguments
+
+
+def softmax_arguments(softmax_scale: float) -> dict[str, object]:
+    """The scale of base 2 logits, positive, and its sign: kernels look for the largest logit."""
+    sign = (softmax_scale > 0) - (softmax_scale < 0)
+    scale = abs(softmax_scale) * math.log2(math.e)
+    return {"softmax_scale_log2": scale if sign else 1.0, "SIGN": sign}
 
 
 def format_arguments(fmt: KVFormat, device: torch.device) -> dict[str, object]:

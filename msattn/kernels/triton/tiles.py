@@ -167,12 +167,22 @@ def load_scale(scale, IS_POINTER: tl.constexpr):
         return scale
 
 
+PICK_COST = tl.constexpr(2.3)
+"""What a row of a pick costs against a row of a union tile: its partial output is written and read
+besides, and its queries are gathered. Measured on an H200."""
+
+
 @triton.jit
 def shares_little(overlap_ptr, TOKENS: tl.constexpr):
     """The tokens of a tile share so few blocks that loading each page for its own picks is faster.
 
-    A listed block costs the rows of a whole tile, a pick those of one token, and its partial output
-    is written and read besides: 1.6 times as much for each row, measured on an H200.
+    A listed block costs the rows of a whole tile, a pick those of one token.
     """
     entries, picks = tl.load(overlap_ptr), tl.load(overlap_ptr + 1)
-    return entries.to(tl.float32) * TOKENS > picks.to(tl.float32) * 1.6
+    return entries.to(tl.float32) * TOKENS > picks.to(tl.float32) * PICK_COST
+
+
+@triton.jit
+def signed(q, SIGN: tl.constexpr):
+    """Queries that carry the sign of the softmax scale; 0 makes all logits equal."""
+    return q if SIGN == 1 else (q.to(tl.float32) * SIGN).to(q.dtype)

@@ -1,0 +1,224 @@
+"""Stage 4 in Triton: both schedules, every format, against the fp64 oracle within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import msattn
+from msattn.kernels.triton import attend, attend_kv_major, attend_union, dequantize, tiles
+from msattn.testing.cases import CASES, LAYOUTS, Case, ScaleKind, make_config, scale_kinds_of
+from msattn.testing.compare import (
+    assert_attention,
+    assert_bitwise_equal,
+    assert_close,
+    assert_lse,
+    expected_attention,
+)
+from msattn.testing.make import Inputs, make, make_block_ids, poisoned
+
+pytestmark = [
+    # numpy's, in the interpreter: of NaN and -inf in masked rows.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+FORMATS = [fmt for fmt in msattn.KV_FORMATS.values() if fmt.name != "fp32"]
+SMALL_CASES = [
+    case for case in CASES.values() if case.num_tokens <= 90 and case.config.num_q_heads <= 16
+]
+
+
+def run(inputs: Inputs, block_ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """out and LSE of all rows, in poisoned buffers."""
+    shape, device = (inputs.case.num_rows, inputs.config.num_q_heads), inputs.q.device
+    options.setdefault("lse_out", poisoned(shape, torch.float32, device))
+    return msattn.attend(
+        inputs.q,
+        inputs.cache,
+        block_ids,
+        inputs.plan(),
+        q_scale=inputs.q_scale,
+        out=inputs.new_out(),
+        impl="triton",
+        **options,
+    )
+
+
+def check(inputs: Inputs, block_ids: torch.Tensor) -> None:
+    out, lse = run(inputs, block_ids)
+    tokens = inputs.case.num_tokens
+    assert_attention(inputs, block_ids, out, lse)
+    spare, spare_lse = out[tokens:], lse[tokens:]
+    assert spare.isnan().all() and spare_lse.isnan().all(), "rows of no token were written"
+
+
+@pytest.fixture
+def kv_major(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The KV-major schedule serves every step, in several chunks and items; counts its launches."""
+
+    @triton.jit
+    def always(overlap_ptr, TOKENS: tl.constexpr):
+        return tl.load(overlap_ptr) >= 0
+
+    for module in (attend_union, attend_kv_major):
+        monkeypatch.setattr(module, "shares_little", always)
+    monkeypatch.setattr(attend, "MIN_QUERY_LEN", 2)
+    monkeypatch.setattr(attend_kv_major, "ITEM_PICKS", 16)
+    monkeypatch.setattr(attend_kv_major, "PARTIAL_BYTES", 64 << 10)
+    launches: list[int] = []
+    chunk = attend_kv_major._attend_chunk
+
+    def counted(*args: Any) -> None:
+        launches.append(1)
+        chunk(*args)
+
+    monkeypatch.setattr(attend_kv_major, "_attend_chunk", counted)
+    return launches.__len__
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+def test_attention_is_the_oracles(case: Case, seed: int, device: torch.device) -> None:
+    """Ids in any order, -1 and wild integers anywhere, duplicates, ids behind the visible."""
+    inputs = make(case, seed=seed, device=device)
+    check(inputs, make_block_ids(inputs, seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "scales"), [(f, s) for f in FORMATS for s in scale_kinds_of(f)], ids=str
+)
+def test_every_format_and_scale(
+    fmt: msattn.KVFormat, scales: ScaleKind, seed: int, device: torch.device
+) -> None:
+    """A decode row, verified rows and a prompt's rows, on each of the tile loaders.
+
+    With an fp8 query where its scale is a tensor, and a bf16 one elsewhere.
+    """
+    query_dtype = torch.float8_e4m3fn if scales in ("0d", "slice") else torch.bfloat16
+    for lengths in (((1,), (300,)), ((3, 20), (131, 150))):
+        case = Case("formats", *lengths, make_config())
+        inputs = make(
+            case, seed=seed, kv_format=fmt, scales=scales, query_dtype=query_dtype, device=device
+        )
+        check(inputs, make_block_ids(inputs, seed=seed))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_pages_are_converted_once_for_long_prompts(
+    fmt: msattn.KVFormat, seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scratch gives what the loaders give; 16 bit pools need none."""
+    inputs = make(Case("long", (40, 1), (200, 129), make_config()), kv_format=fmt, device=device)
+    ids = make_block_ids(inputs, seed=seed)
+    narrow = fmt.is_fp8 or fmt.scale_group > 0
+    assert dequantize.pays(inputs.cache, inputs.plan()) == narrow
+    check(inputs, ids)
+    monkeypatch.setattr(dequantize, "SCRATCH_BYTES", 0)
+    assert not dequantize.pays(inputs.cache, inputs.plan())
+    check(inputs, ids)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+@pytest.mark.parametrize("schedule", ["union", "kv_major"])
+def test_every_layout(
+    layout: Any, schedule: str, seed: int, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if schedule == "kv_major":
+        launches = request.getfixturevalue("kv_major")
+    inputs = make(CASES["mixed"], seed=seed, layout=layout, device=device)
+    check(inputs, make_block_ids(inputs, seed=seed))
+    assert schedule == "union" or launches() > 2
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("case", ["mixed", "prefill_beyond_topk", "more_queries_than_keys"])
+def test_kv_major(
+    case: str, fmt: msattn.KVFormat, seed: int, device: torch.device, kv_major: Callable[[], int]
+) -> None:
+    """Reverse index, items, chunks and the merge, hostile ids included."""
+    inputs = make(CASES[case], seed=seed, kv_format=fmt, device=device)
+    check(inputs, make_block_ids(inputs, seed=seed))
+    assert kv_major() >= inputs.config.num_kv_heads
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 20, 64])
+@pytest.mark.parametrize("query_len", [1, 9])
+def test_group_sizes(group: int, query_len: int, seed: int, device: torch.device) -> None:
+    config = make_config(group=group, kv_heads=2, topk=3)
+    inputs = make(Case("group", (query_len,), (400,), config), seed=seed, device=device)
+    check(inputs, make_block_ids(inputs, seed=seed))
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("case", ["decode_padded", "verify", "mixed"])
+def test_lists_split_over_programs(
+    case: str, splits: int, seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More programs than blocks, too: the last to arrive merges what there is, again and again."""
+    choose = attend_union.choose
+    monkeypatch.setattr(attend_union, "choose", lambda *args: replace(choose(*args), splits=splits))
+    inputs = make(CASES[case], seed=seed, device=device)
+    plan, ids = inputs.plan(), make_block_ids(inputs, seed=seed)
+    check(inputs, ids)
+    first = msattn.attend(inputs.q, inputs.cache, ids, plan, impl="triton")
+    again = msattn.attend(inputs.q, inputs.cache, ids, plan, impl="triton")
+    assert_bitwise_equal("out", again, first)
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 40, 300])
+def test_ids_of_any_width(width: int, seed: int, device: torch.device) -> None:
+    """K of the ids is theirs; more than a list's 256 makes tiles of one token."""
+    inputs = make(CASES["verify"], seed=seed, device=device)
+    shape = (inputs.case.num_rows, 2, width)
+    ids = torch.randint(-2, 9, shape, dtype=torch.int32).to(device)
+    check(inputs, ids)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.5, -0.25, 0.0])
+@pytest.mark.parametrize("schedule", ["union", "kv_major"])
+def test_any_softmax_scale(
+    softmax_scale: float,
+    schedule: str,
+    seed: int,
+    device: torch.device,
+    request: pytest.FixtureRequest,
+) -> None:
+    if schedule == "kv_major":
+        request.getfixturevalue("kv_major")
+    inputs = make(Case("scale", (1, 9), (300, 131), make_config()), seed=seed, device=device)
+    ids = make_block_ids(inputs, seed=seed)
+    out, lse = run(inputs, ids, softmax_scale=softmax_scale)
+    truth, truth_lse = expected_attention(inputs, ids, softmax_scale)
+    reference = msattn.attend(
+        inputs.q, inputs.cache, ids, inputs.plan(), softmax_scale=softmax_scale, impl="reference"
+    )
+    assert_close("out", out, truth, baseline=reference)
+    assert_lse("lse", lse, truth_lse)
+
+
+def test_the_overlap_decides(device: torch.device) -> None:
+    """Tokens that all chose the same block share much; tokens that all chose others, little."""
+    inputs = make(Case("overlap", (64,), (64 * 128,), make_config(topk=1)), device=device)
+    same = torch.full((64, 2, 1), 5, dtype=torch.int32, device=device)
+    other = torch.arange(64, dtype=torch.int32, device=device).view(64, 1, 1).expand(64, 2, 1)
+    for ids, entries in ((same, 64 // 8 * 2), (other, 64 * 2)):
+        plan = inputs.plan()
+        lists = attend_union.make_lists(ids, inputs.cache, plan.page_table, plan, 8)
+        assert lists.overlap.tolist() == [entries, 128]
+    assert 64 // 8 * 2 * 8 <= 128 * tiles.PICK_COST.value < 64 * 2 * 8
+
+
+def test_blocks_beyond_the_bound_are_refused(device: torch.device) -> None:
+    columns = 32769
+    batch = msattn.Batch.from_lists(
+        [1], [1], torch.zeros((1, columns), dtype=torch.int32), max_seq_len=columns * 128
+    )
+    config = make_config()
+    plan = msattn.make_plan(batch, config, "bf16")
+    reasons = msattn.why_not("attend", impl="triton", plan=plan, device=device)
+    assert reasons == ["32769 blocks of a request are more than 32768"]
