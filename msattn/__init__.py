@@ -12,6 +12,7 @@ from .kv_format import KV_FORMATS, KVFormat
 from .plan import Plan, make_plan
 from .selection import select_blocks
 from .store import store_index_k, store_kv
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -33,5 +34,6 @@ __all__ = [
     "sparse_attention",
     "store_index_k",
     "store_kv",
+    "warmup",
     "why_not",
 ]

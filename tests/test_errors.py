@@ -987,6 +987,27 @@ def operator(name: str, index: int, value: object) -> Callable[[World], object]:
     return call
 
 
+WARMUPS = [
+    case("warmup", lambda w, given=given: msattn.warmup(**given), error, message)
+    for given, error, message in (
+        (
+            {"config": None, "kv_format": "bf16"},
+            TypeError,
+            "config: expected msattn.MSAConfig, got NoneType",
+        ),
+        (
+            {"config": CONFIG, "kv_format": "bf16", "max_query_lens": 4},
+            TypeError,
+            "max_query_lens: expected a sequence of ints, got int",
+        ),
+        (
+            {"config": CONFIG, "kv_format": "bf16", "max_query_lens": [1, 0]},
+            ValueError,
+            "max_query_lens: expected an int >= 1, got 0",
+        ),
+    )
+]
+
 OPERATORS = [
     case("ops", operator("attend", index, value), error, message)
     for index, value, error, message in (
@@ -1010,6 +1031,7 @@ CASES = [
     *FORMATS,
     *CONFIGS,
     *DISPATCH,
+    *WARMUPS,
     *OPERATORS,
 ]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import msattn
 
@@ -131,7 +132,7 @@ LAYERS = [
     ["reference", "kernels", "tuning"],  # how it is computed
     ["dispatch"],
     ["store", "indexer", "selection", "attend", "combine"],
-    ["api", "ops"],
+    ["api", "ops", "warmup"],
     ["__init__"],
     ["testing", "train", "distributed"],
     ["integrations", "bench"],
@@ -211,6 +212,7 @@ def test_public_names() -> None:
         "sparse_attention",
         "store_index_k",
         "store_kv",
+        "warmup",
         "why_not",
     ]
     assert all(hasattr(msattn, name) for name in msattn.__all__)
@@ -267,6 +269,7 @@ POSITIONAL = {
         "slot_mapping",
     ],
     "make_plan": ["batch", "config", "kv_format"],
+    "warmup": ["config", "kv_format"],
     "why_not": ["stage"],
     "KVCache.allocate": ["num_pages", "config", "kv_format"],
     "KVCache.from_tensor": ["tensor", "config", "kv_format"],
@@ -294,6 +297,7 @@ KEYWORDS = {
     },
     "merge_states": {"out": None, "impl": "auto"},
     "sparse_attention": {"impl": "auto", "softmax_scale": None, "return_lse": False, "out": None},
+    "warmup": {"device": None, "max_query_lens": (1, 4, 8192), "index_dtype": torch.bfloat16},
     "why_not": {"impl": inspect.Parameter.empty, "plan": None, "device": None},
     "KVCache.allocate": {"device": None, "k_scale": None, "v_scale": None},
     "KVCache.from_tensor": {"k_scale": None, "v_scale": None},
