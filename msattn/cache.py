@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -114,12 +115,12 @@ class KVCache:
     def device(self) -> torch.device:
         return self._first.device
 
-    @property
+    @cached_property
     def k(self) -> torch.Tensor:
         """K of a plain format: a view ``[pages, Hkv, 128, D]``."""
         return self._side(0)
 
-    @property
+    @cached_property
     def v(self) -> torch.Tensor:
         """V of a plain format: a view ``[pages, Hkv, 128, D]``."""
         return self._side(1)

@@ -500,7 +500,7 @@ def _reverse_index(
     )
     counts.zero_()
     totals.zero_()
-    padded = triton.next_power_of_2(slots)
+    padded = launch.power_of_two_above(slots)
     tokens = max(1, 128 // padded)
     request = plan.tiles(1).request
     bounds = {
@@ -572,7 +572,7 @@ def _attend_chunk(
 ) -> None:
     """The partial outputs of one chunk of tokens and one KV head, and their merge."""
     config, slots = plan.config, index.lse.shape[2]
-    group_rows = triton.next_power_of_2(config.group_size)
+    group_rows = launch.power_of_two_above(config.group_size)
     tokens = max(1, TILE_ROWS // group_rows)
     shape = (index.chunk_tokens * slots, config.group_size, config.head_dim)
     dtype = torch.bfloat16 if cache.format.name == "bf16" else torch.float16
@@ -627,7 +627,7 @@ def _attend_chunk(
         *lse_arguments,
         num_rows=plan.max_rows,
         **common,
-        SLOTS=triton.next_power_of_2(slots),
+        SLOTS=launch.power_of_two_above(slots),
         FORMAT=launch.format_arguments(cache.format, q.device)["FORMAT"],
         HAS_LSE=lse is not None,
         num_warps=4,

@@ -10,6 +10,7 @@ split their lists over several programs; the last one to finish merges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache as cached
 from typing import NamedTuple
 
 import torch
@@ -392,17 +393,24 @@ def choose(plan: Plan, slots: int) -> Config:
     A tile has at most 128 rows, 8 tokens (more of them share too little), and 256 block ids. Lists
     are split while there are fewer programs than the GPU runs at a time.
     """
-    group_rows = triton.next_power_of_2(plan.config.group_size)
-    tokens = min(
-        triton.next_power_of_2(max(plan.max_query_len, 1)),
-        max(1, TILE_ROWS // group_rows),
-        max(1, MAX_LIST // triton.next_power_of_2(max(slots, 1))),
-        8,
-    )
+    tokens, rows = _tile(plan.max_query_len, plan.config.group_size, slots)
     programs = len(plan.tiles(tokens).request) * plan.config.num_kv_heads
     wanted = 2 * launch.num_processors(plan.device) // max(programs, 1)
-    splits = min(launch.power_of_two_below(wanted), 16, launch.power_of_two_below(slots))
-    return Config(tokens, max(splits, 1), 8 if tokens * group_rows > 64 else 4, 3)
+    splits = min(16, launch.power_of_two_below(wanted), launch.power_of_two_below(slots))
+    return Config(tokens, splits, 8 if rows > 64 else 4, 3)
+
+
+@cached
+def _tile(max_query_len: int, group_size: int, slots: int) -> tuple[int, int]:
+    """Tokens and rows of a tile."""
+    group_rows = launch.power_of_two_above(group_size)
+    tokens = min(
+        launch.power_of_two_above(max_query_len),
+        max(1, TILE_ROWS // group_rows),
+        max(1, MAX_LIST // launch.power_of_two_above(slots)),
+        8,
+    )
+    return tokens, tokens * group_rows
 
 
 class Lists(NamedTuple):
@@ -424,7 +432,7 @@ def make_lists(
     counts = plan.workspace("list_counts", groups, torch.int32)
     overlap = plan.workspace("overlap", (2,), torch.int32)
     overlap.zero_()
-    padded = triton.next_power_of_2(max(slots, 1))
+    padded = launch.power_of_two_above(slots)
     _union_lists_kernel[groups](
         block_ids,
         *block_ids.stride(),
@@ -469,7 +477,7 @@ def attend(
     Tiles of one token need no lists.
     """
     msa, tiles = plan.config, plan.tiles(config.tokens)
-    group_rows = triton.next_power_of_2(msa.group_size)
+    group_rows = launch.power_of_two_above(msa.group_size)
     rows = max(16, config.tokens * group_rows)
     groups = (len(tiles.request), msa.num_kv_heads)
     parts = groups[0] * groups[1] * config.splits if config.splits > 1 else 0
@@ -530,7 +538,7 @@ def attend(
         SPLITS=config.splits,
         MAY_YIELD=may_yield,
         DIRECT=lists is None,
-        SLOTS=triton.next_power_of_2(max(block_ids.shape[2], 1)),
+        SLOTS=launch.power_of_two_above(block_ids.shape[2]),
         TMA=tma,
         # Three stages of 16 bit pages beside 128 rows of queries fill a Hopper's shared memory;
         # other GPUs have less.

@@ -90,6 +90,11 @@ def raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
+def power_of_two_above(n: int) -> int:
+    """The smallest power of two that is at least ``n`` and 1; Triton's own takes 5 us."""
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
 def power_of_two_below(n: int) -> int:
     """The largest power of two that is at most ``n``, 1 for less than 1."""
     return 1 << (max(n, 1).bit_length() - 1)
