@@ -3,9 +3,10 @@
 For selections that neighbouring tokens share little of. A pick is one (token, slot) with a visible
 block. Three small kernels turn the block ids into a reverse index (the picks of every block, cut
 into items of at most ITEM_PICKS, so that a block that every token chose is many items); then, for
-one KV head and one chunk of tokens after the other, each item computes the partial output of its
-picks, and a combine merges the partial outputs of each token. Picks of a block stand in any order:
-a partial output does not depend on the picks beside it, so the result is the same in every run.
+one KV head (or all, of a short prompt) and one chunk of tokens after the other, each item computes
+the partial output of its picks, and a combine merges the partial outputs of each token. Picks of a
+block stand in any order: a partial output does not depend on the picks beside it, so the result is
+the same in every run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .tiles import (
     signed,
 )
 
-PARTIAL_BYTES = 256 << 20
+PARTIAL_BYTES = 280 << 20
 """Partial outputs of one KV head and chunk of tokens."""
 ITEM_PICKS = 64
 STAGES = 2
@@ -238,11 +239,11 @@ def _attend_items_kernel(
     items_ptr,
     entries_ptr,
     totals_ptr,
-    partial_out_ptr,  # [chunk tokens * K, GROUP, D]
+    partial_out_ptr,  # [heads at once, chunk tokens * K, GROUP, D]
     lse_ptr,  # [T, Hkv, K, GROUP] fp32, base 2
     overlap_ptr,
     group,  # chunk * Hkv + head
-    head,
+    head,  # the first one of the launch
     num_heads,
     first_token,
     num_blocks,
@@ -274,6 +275,9 @@ def _attend_items_kernel(
     """
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
+    head += tl.program_id(1)
+    group += tl.program_id(1)
+    partial_out_ptr += tl.program_id(1) * max_entries.to(tl.int64) * GROUP * D
     if tl.program_id(0) >= tl.load(totals_ptr + group * 2 + 1):
         return
     item = items_ptr + (group.to(tl.int64) * max_items + tl.program_id(0)) * 3
@@ -351,9 +355,9 @@ def _attend_items_kernel(
         tl.store(lse_ptr + lse, maximum + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows", "head", "first_token", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "head", "first_token", "num_slots", "max_entries"])
 def _combine_kernel(
-    partial_out_ptr,  # [chunk tokens * K, GROUP, D]
+    partial_out_ptr,  # [heads at once, chunk tokens * K, GROUP, D]
     lse_ptr,  # [T, Hkv, K, GROUP] fp32, base 2
     row_request_ptr,
     out_ptr,
@@ -365,10 +369,11 @@ def _combine_kernel(
     stride_lse_h,
     overlap_ptr,
     num_rows,
-    head,
+    head,  # the first one of the launch
     num_heads,
     first_token,
     num_slots,
+    max_entries,
     UNION_TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -377,9 +382,11 @@ def _combine_kernel(
     FORMAT: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """out = sum of a token's partial outputs, weighted by 2^(lse - max); one program: one token."""
+    """out = sum of partial outputs, weighted by 2^(lse - max); one program: a token and KV head."""
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
+    head += tl.program_id(1)
+    partial_out_ptr += tl.program_id(1) * max_entries.to(tl.int64) * GROUP * D
     row = first_token + tl.program_id(0)
     if row >= num_rows:
         return
@@ -426,6 +433,7 @@ class ReverseIndex:
 
     chunk_tokens: int
     num_chunks: int
+    heads_at_once: int
     lse: torch.Tensor  # [T, Hkv, K, GROUP] fp32: -inf where there is no pick
     items: torch.Tensor  # [chunks * Hkv, max_items, 3] int32
     entries: torch.Tensor  # [chunks * Hkv, chunk_tokens * K] int32
@@ -455,7 +463,7 @@ def attend(
     choice = {"overlap_ptr": overlap, "UNION_TOKENS": union_tokens}
     index = _reverse_index(block_ids, cache, page_table, plan, choice)
     for chunk in range(index.num_chunks):
-        for head in range(plan.config.num_kv_heads):
+        for head in range(0, plan.config.num_kv_heads, index.heads_at_once):
             _attend_chunk(
                 q,
                 cache,
@@ -483,7 +491,9 @@ def _reverse_index(
     rows, heads = plan.max_rows, config.num_kv_heads
     token_bytes = slots * config.group_size * (2 * config.head_dim + 4)
     num_chunks = max(1, -(-rows * token_bytes // PARTIAL_BYTES))
-    chunk_tokens = -(-rows // num_chunks)
+    chunk_tokens = max(1, -(-rows // num_chunks))
+    room = PARTIAL_BYTES // max(1, chunk_tokens * token_bytes)
+    heads_at_once = next(n for n in range(heads, 0, -1) if heads % n == 0 and n <= max(room, 1))
     groups, blocks = num_chunks * heads, plan.num_requests * plan.num_blocks
     max_items = chunk_tokens * slots // ITEM_PICKS + min(blocks, chunk_tokens * slots)
 
@@ -553,7 +563,7 @@ def _reverse_index(
         TOKENS=tokens,
         SLOTS=padded,
     )
-    return ReverseIndex(chunk_tokens, num_chunks, lse, items, entries, totals)
+    return ReverseIndex(chunk_tokens, num_chunks, heads_at_once, lse, items, entries, totals)
 
 
 def _attend_chunk(
@@ -570,11 +580,16 @@ def _attend_chunk(
     lse: torch.Tensor | None,
     choice: dict[str, object],
 ) -> None:
-    """The partial outputs of one chunk of tokens and one KV head, and their merge."""
+    """Partial outputs of a chunk of tokens and the KV heads from ``head`` on, and their merge."""
     config, slots = plan.config, index.lse.shape[2]
     group_rows = launch.power_of_two_above(config.group_size)
     tokens = max(1, TILE_ROWS // group_rows)
-    shape = (index.chunk_tokens * slots, config.group_size, config.head_dim)
+    shape = (
+        index.heads_at_once,
+        index.chunk_tokens * slots,
+        config.group_size,
+        config.head_dim,
+    )
     dtype = torch.bfloat16 if cache.format.name == "bf16" else torch.float16
     partial_out = plan.workspace("kv_major_out", shape, dtype)
     first_token = chunk * index.chunk_tokens
@@ -584,11 +599,12 @@ def _attend_chunk(
         "num_heads": config.num_kv_heads,
         "first_token": first_token,
         "num_slots": slots,
+        "max_entries": index.entries.shape[1],
         "GROUP": config.group_size,
         "GROUP_ROWS": group_rows,
         "D": config.head_dim,
     }
-    _attend_items_kernel[(index.items.shape[1],)](
+    _attend_items_kernel[(index.items.shape[1], index.heads_at_once)](
         launch.raw(q),
         *q.stride(),
         *launch.pool_arguments(cache),
@@ -608,7 +624,6 @@ def _attend_chunk(
         group=chunk * config.num_kv_heads + head,
         num_blocks=plan.num_blocks,
         max_items=index.items.shape[1],
-        max_entries=index.entries.shape[1],
         **common,
         TOKENS=tokens,
         ROWS=max(16, tokens * group_rows),
@@ -618,7 +633,7 @@ def _attend_chunk(
         num_warps=4,
     )
     lse_arguments = (index.lse, 0, 0) if lse is None else (lse, *lse.stride())
-    _combine_kernel[(index.chunk_tokens,)](
+    _combine_kernel[(index.chunk_tokens, index.heads_at_once)](
         partial_out,
         index.lse,
         plan.tiles(1).request,
