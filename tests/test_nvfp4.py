@@ -34,7 +34,8 @@ def new_cache(pages: int = 3, **scales: msattn.cache.Scale) -> msattn.KVCache:
 
 def slot_bytes(cache: msattn.KVCache, page: int, head: int, side: int) -> list[int]:
     """The 9216 bytes of a slot, read from the pool's memory and not through any view."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage())
+    empty = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    raw = empty.set_(cache.tensor.untyped_storage())
     start = cache.tensor.storage_offset() + page * cache.tensor.stride(0)
     start += (2 * head + side) * SLOT_BYTES
     return raw[start : start + SLOT_BYTES].tolist()

@@ -53,7 +53,13 @@ def new_tokens(count: int = len(SLOTS), dtype: torch.dtype = torch.bfloat16) -> 
 def memory(cache: msattn.KVCache | msattn.IndexCache) -> list[torch.Tensor]:
     """All bytes of the storage behind a cache: guard pages and neighbouring layers included."""
     pools = cache.tensor if isinstance(cache.tensor, tuple) else (cache.tensor,)
-    return [torch.empty(0, dtype=torch.uint8).set_(pool.untyped_storage()) for pool in pools]
+    return [raw_bytes(pool) for pool in pools]
+
+
+def raw_bytes(pool: torch.Tensor) -> torch.Tensor:
+    """The whole storage that a pool is a view of."""
+    empty = torch.empty(0, dtype=torch.uint8, device=pool.device)
+    return empty.set_(pool.untyped_storage())
 
 
 def scale_at(scale: msattn.cache.Scale, slot: int) -> torch.Tensor:
