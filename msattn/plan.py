@@ -158,7 +158,8 @@ class Plan:
         used = request < self.num_requests
         request = request.clamp(max=max(self.num_requests - 1, 0))
         first_row = starts[request] + (tile - (ends - counts)[request]) * size
-        tiles.request.copy_(request.where(used, -1))
+        # Not where(used, -1): its scalar is copied to the device, and waited for.
+        tiles.request.copy_(request.masked_fill(~used, -1))
         tiles.first_row.copy_(first_row)
 
 
