@@ -213,7 +213,7 @@ def test_scale_tensor_is_read_at_every_call() -> None:
 def test_no_tokens() -> None:
     cache = new_cache(msattn.KV_FORMATS["bf16"])
     before = memory(cache)[0].clone()
-    msattn.store_kv(new_tokens(0), new_tokens(0), cache, torch.empty(0, dtype=torch.int64))
+    msattn.store_kv(new_tokens(0), new_tokens(0), cache, torch.zeros(0, dtype=torch.int64))
     msattn.store_kv(new_tokens(2), new_tokens(2), cache, torch.tensor([-1, -1]))
     assert torch.equal(memory(cache)[0], before)
 

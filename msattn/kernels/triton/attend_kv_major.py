@@ -37,6 +37,7 @@ PARTIAL_BYTES = 280 << 20
 """Partial outputs of one KV head and chunk of tokens."""
 ITEM_PICKS = 64
 STAGES = 2
+COMBINE_WARPS = 4
 SLOT_BITS = tl.constexpr(8)
 """Of an entry of the reverse index; the others are the token's."""
 SLOT_MASK = tl.constexpr((1 << SLOT_BITS.value) - 1)
@@ -645,5 +646,5 @@ def _attend_chunk(
         SLOTS=launch.power_of_two_above(slots),
         FORMAT=launch.format_arguments(cache.format, q.device)["FORMAT"],
         HAS_LSE=lse is not None,
-        num_warps=4,
+        num_warps=COMBINE_WARPS,
     )
