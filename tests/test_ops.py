@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import msattn
 from msattn.plan import find_plan
@@ -83,7 +82,9 @@ def test_opcheck(ops: ModuleType, name: str, seed: int) -> None:
     """Schema and mutations, fakes, autograd, dynamic shapes; no NaN, as outputs are compared."""
     x = make(Case("small", (2, 3), (300, 140), make_config()), seed=seed)
     x.fill_unowned(0.0)
-    checks = opcheck(getattr(torch.ops.msattn, name), operator_arguments(ops, name, x, x.plan()))
+    checks = torch.library.opcheck(
+        getattr(torch.ops.msattn, name), operator_arguments(ops, name, x, x.plan())
+    )
     assert set(checks.values()) == {"SUCCESS"}
 
 
