@@ -24,6 +24,7 @@ demo: $(VENV)/installed  ## a small MiniMax-M3 generates through every KV format
 
 test: $(VENV)/installed  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/triton
 
 lint: $(VENV)/installed  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -121,7 +121,8 @@ def _run_unit(
             out.append(replace(record, status="unsupported", note=_sentence(error)))
         except Exception as error:  # a peer, or a kernel, that breaks must not end the run
             if isinstance(error, torch.AcceleratorError):
-                raise  # the device is lost, and every later case with it
+                # The device is lost, and every later case with it: say whose call it was.
+                raise type(error)(f"{provider.name}: {error}") from error
             out.append(replace(record, note=_sentence(error)))
         release(pools.device)
     return out
