@@ -9,10 +9,28 @@ import torch
 
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """CUDA compute capability, None for anything that is not a CUDA device."""
-    if device.type != "cuda":
+    """CUDA compute capability, None for anything that is not an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def has_warpgroups(compute_capability: tuple[int, int] | None) -> bool:
+    """Four warps issue a matrix product together (Hopper, data center Blackwell)."""
+    return compute_capability is not None and compute_capability[0] in (9, 10)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have.
+
+    The CUDA programming guide's table of compute capabilities; 64 KiB on AMD's GPUs. What is not in
+    the table gets the least of it.
+    """
+    if torch.version.hip is not None:
+        return 64 << 10
+    kib = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+    return kib.get(capability(device) or (0, 0), 99) << 10
 
 
 def is_capturing(device: torch.device) -> bool:

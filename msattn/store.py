@@ -25,7 +25,8 @@ def store_kv(
 
     Args:
         k, v: ``[T, Hkv, D]`` bf16, fp16 or fp32, any strides.
-        cache: the layer's pool. Finite numbers beyond its format's range saturate; NaN stays NaN.
+        cache: the layer's pool. Numbers beyond its format's range saturate, infinities too; NaN
+            stays NaN.
         slot_mapping: ``[T]`` int64 or int32, ``page * 128 + offset``; negative = skip this token.
             Slots of one call are distinct; a later call overwrites.
         impl: ``"auto"``, ``"reference"``, ``"triton"`` or ``"hopper"``.

@@ -2,12 +2,14 @@
 
 A build runs in a process of its own, as ``python tests/test_compile.py NAME``: there kernels are
 compiled ones, whereas the tests may have the interpreter's. It prints what each target's assembler
-made of it.
+made of it. Builds are written down or, of attention, are what its launches ask for: their constants
+depend on the GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +24,18 @@ from typing import Any
 import pytest
 
 CAPABILITIES = (80, 90, 100, 120)
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+
+ATTEND_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+# Query tokens and tokens of a request. Narrow pools of long ones are converted by the attention.
+ATTEND_STEPS = {
+    "prefill": (16384, 1280 * 128),
+    "long": (200, 1300 * 128),
+    "verify": (4, 4096),
+    "decode": (1, 4096),
+}
+ATTEND_SPILLS = {"prefill": 192, "long": 192, "verify": 408, "decode": 0}
+"""Bytes of the union kernel that are known to spill: with 64 and 128 rows it has all registers."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +185,92 @@ def test_compiles_without_spills(build: Build, tmp_path: Path) -> None:
     for capability, entry in usage.items():
         assert 0 < entry["registers"] <= 255, f"sm_{capability}: {entry}"
         assert entry["stack"] == entry["local"] == 0, f"sm_{capability} spills: {entry}"
+        assert entry["dynamic_shared"] <= SHARED_KIB[capability] << 10, f"sm_{capability}: {entry}"
         if capability == 90:
             assert build.wgmma in entry["wgmma"], entry
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("step", ATTEND_STEPS)
+@pytest.mark.parametrize("kv_format", ATTEND_FORMATS)
+def test_attend_compiles_and_fits(kv_format: str, step: str) -> None:
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, kv_format, step],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {entry["kernel"] for entry in launches}
+    assert "_attend_kernel" in kernels
+    assert ("_attend_items_kernel" in kernels) == (step in ("prefill", "long")), kernels
+    assert {entry["capability"] for entry in launches} == set(SHARED_KIB)
+    assert ("_dequantize_kernel" in kernels) == (step == "prefill" and kv_format != "bf16")
+    for entry in launches:
+        assert entry["scratch"] < 512 << 20, "a plan's memory beside what the caller gives"
+        spills = ATTEND_SPILLS[step] if entry["kernel"] == "_attend_kernel" else 0
+        assert entry["stack"] <= spills, entry
+        assert entry["local"] == 0, entry
+        assert entry["dynamic_shared"] <= SHARED_KIB[entry["capability"]] << 10, entry
+
+
+def compile_attend_and_print(kv_format: str, step: str) -> None:
+    """One line of JSON for each kernel that ``attend`` launches for M3 on each target."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import msattn
+
+    capability = 0
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return capability
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    launched: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        launched[kernel.__name__] = run(kernel, *args, **{**kwargs, "warmup": True})
+
+    JITFunction.run = compile_only
+    driver.set_active(Driver())
+    msattn.arch.capability = lambda device: divmod(capability, 10)
+    from msattn.kernels.triton import attend, launch
+
+    launch.num_processors = lambda device: 100
+    query_len, seq_len = ATTEND_STEPS[step]
+    config = msattn.MSAConfig()
+    table = torch.zeros(1, seq_len // 128, dtype=torch.int32)
+    q = torch.zeros(query_len, config.num_q_heads, config.head_dim, dtype=torch.bfloat16)
+    ids = torch.zeros(query_len, config.num_kv_heads, config.topk, dtype=torch.int32)
+    lse = torch.zeros(q.shape[:2])
+    for capability in SHARED_KIB:
+        msattn.arch.shared_memory.cache_clear()
+        launch.has_native_fp8.cache_clear()
+        plan = msattn.make_plan(
+            msattn.Batch.from_lists([query_len], [seq_len], table), config, kv_format
+        )
+        cache = msattn.KVCache.allocate(1, config, kv_format)
+        attend.attend(q, cache, ids, plan, 0.1, 1.0, torch.zeros_like(q), lse)
+        scratch = sum(tensor.nbytes for tensor in plan._workspaces.values())
+        for name, compiled in launched.items():
+            usage = resources(compiled.asm["cubin"])
+            usage["dynamic_shared"] = compiled.metadata.shared
+            usage["scratch"] = scratch
+            print(json.dumps({"capability": capability, "kernel": name, **usage}))
+        launched.clear()
 
 
 def compile_and_print(build: Build) -> None:
@@ -210,6 +308,7 @@ def compile_and_print(build: Build) -> None:
             options=build.options,
         )
         usage = resources(compiled.asm["cubin"])
+        usage["dynamic_shared"] = compiled.metadata.shared
         wgmma = re.findall(r"wgmma.mma_async.sync.aligned.(\S+)", compiled.asm["ptx"])
         print(json.dumps({"capability": capability, "wgmma": " ".join({*wgmma}), **usage}))
 
@@ -232,4 +331,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    compile_and_print(BUILDS[sys.argv[1]])
+    if len(sys.argv) == 2:
+        compile_and_print(BUILDS[sys.argv[1]])
+    else:
+        compile_attend_and_print(*sys.argv[1:])

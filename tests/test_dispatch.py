@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -296,6 +297,23 @@ def merge(**impl):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 """
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_what_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for the interpreter's CPU, so that the device is no reason."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def reasons(stage: str, **changes: int) -> str:
+        config = MSAConfig(4, 2, 2, topk=4, **changes)
+        return "; ".join(why_not(stage, impl="triton", config=config))
+
+    assert "head_dim=256" in reasons("attend", head_dim=256)
+    assert reasons("store_kv", head_dim=256) == reasons("attend", index_head_dim=256) == ""
+    assert "head_dim=48 is not a power of two" in reasons("attend", head_dim=48)
+    assert "alone" in "".join(why_not("attend", impl="triton", kv_format="fp32"))
+    found = why_not("attend", impl="triton", query_dtype=torch.float32)
+    assert found == ["queries are torch.float32; tensor cores take 16 bits"]
 
 
 def test_log_says_each_choice_once() -> None:

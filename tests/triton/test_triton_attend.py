@@ -70,7 +70,7 @@ def kv_major(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         monkeypatch.setattr(module, "shares_little", always)
     monkeypatch.setattr(attend, "MIN_QUERY_LEN", 2)
     monkeypatch.setattr(attend_kv_major, "ITEM_PICKS", 16)
-    monkeypatch.setattr(attend_kv_major, "PARTIAL_BYTES", 64 << 10)
+    monkeypatch.setattr(attend, "PARTIAL_BYTES", 64 << 10)
     launches: list[int] = []
     chunk = attend_kv_major._attend_chunk
 

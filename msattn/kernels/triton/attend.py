@@ -14,6 +14,10 @@ from . import attend_kv_major, attend_union, dequantize
 
 MIN_QUERY_LEN = 64
 """Query tokens of a request from which the KV-major schedule can pay: enough picks for a page."""
+PARTIAL_BYTES = 280 << 20
+"""Partial outputs of the KV-major schedule."""
+SCRATCH_BYTES = 420 << 20
+"""These and a narrow pool's copy. With lists and LSEs, 16,384 tokens take less than 512 MiB."""
 
 
 def attend(
@@ -32,8 +36,10 @@ def attend(
     if config.tokens == 1 and slots <= attend_union.MAX_LIST:
         attend_union.attend(q, cache, page_table, block_ids, plan, config, None, *rest)
         return
+    partial_bytes = PARTIAL_BYTES
     if dequantize.pays(cache, plan):
         cache, page_table = dequantize.dequantize(cache, plan, q.dtype)
+        partial_bytes = min(PARTIAL_BYTES, SCRATCH_BYTES - cache.k.nbytes - cache.v.nbytes)
     lists = attend_union.make_lists(block_ids, cache, page_table, plan, config.tokens)
     may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
     attend_union.attend(
@@ -41,5 +47,13 @@ def attend(
     )
     if may_yield:
         attend_kv_major.attend(
-            q, cache, page_table, block_ids, plan, *rest, lists.overlap, config.tokens
+            q,
+            cache,
+            page_table,
+            block_ids,
+            plan,
+            *rest,
+            lists.overlap,
+            config.tokens,
+            partial_bytes=partial_bytes,
         )

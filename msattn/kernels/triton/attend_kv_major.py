@@ -33,8 +33,6 @@ from .tiles import (
     signed,
 )
 
-PARTIAL_BYTES = 280 << 20
-"""Partial outputs of one KV head and chunk of tokens."""
 ITEM_PICKS = 64
 STAGES = 2
 COMBINE_WARPS = 4
@@ -459,10 +457,15 @@ def attend(
     lse: torch.Tensor | None,
     overlap: torch.Tensor,
     union_tokens: int,
+    *,
+    partial_bytes: int,
 ) -> None:
-    """:func:`msattn.attend`, where union tiles of ``union_tokens`` tokens yield; else nothing."""
+    """:func:`msattn.attend`, where union tiles of ``union_tokens`` tokens yield; else nothing.
+
+    Partial outputs take ``partial_bytes`` at most, if those of one token do.
+    """
     choice = {"overlap_ptr": overlap, "UNION_TOKENS": union_tokens}
-    index = _reverse_index(block_ids, cache, page_table, plan, choice)
+    index = _reverse_index(block_ids, cache, page_table, plan, partial_bytes, choice)
     for chunk in range(index.num_chunks):
         for head in range(0, plan.config.num_kv_heads, index.heads_at_once):
             _attend_chunk(
@@ -486,14 +489,15 @@ def _reverse_index(
     cache: KVCache,
     page_table: torch.Tensor,
     plan: Plan,
+    partial_bytes: int,
     choice: dict[str, object],
 ) -> ReverseIndex:
     config, slots = plan.config, block_ids.shape[2]
     rows, heads = plan.max_rows, config.num_kv_heads
     token_bytes = slots * config.group_size * (2 * config.head_dim + 4)
-    num_chunks = max(1, -(-rows * token_bytes // PARTIAL_BYTES))
+    num_chunks = max(1, -(-rows * token_bytes // partial_bytes))
     chunk_tokens = max(1, -(-rows // num_chunks))
-    room = PARTIAL_BYTES // max(1, chunk_tokens * token_bytes)
+    room = partial_bytes // max(1, chunk_tokens * token_bytes)
     heads_at_once = next(n for n in range(heads, 0, -1) if heads % n == 0 and n <= max(room, 1))
     groups, blocks = num_chunks * heads, plan.num_requests * plan.num_blocks
     max_items = chunk_tokens * slots // ITEM_PICKS + min(blocks, chunk_tokens * slots)

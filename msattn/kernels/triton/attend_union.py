@@ -17,7 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...arch import capability, has_warpgroups, shared_memory
 from ...cache import KVCache, Scale
+from ...config import MSAConfig
 from ...plan import Plan
 from . import launch
 from .tiles import (
@@ -34,6 +36,7 @@ from .tiles import (
 )
 
 TILE_ROWS = 128
+_OTHER_SHARED_BYTES = 2048
 MAX_LIST = 256
 """Block ids that one tile's list is made of, where the tile has more than one token."""
 
@@ -384,7 +387,6 @@ class Config:
     tokens: int  # query tokens of a tile
     splits: int  # programs that share a tile's list
     warps: int
-    stages: int
 
 
 def choose(plan: Plan, slots: int) -> Config:
@@ -397,7 +399,20 @@ def choose(plan: Plan, slots: int) -> Config:
     programs = len(plan.tiles(tokens).request) * plan.config.num_kv_heads
     wanted = 2 * launch.num_processors(plan.device) // max(programs, 1)
     splits = min(16, launch.power_of_two_below(wanted), launch.power_of_two_below(slots))
-    return Config(tokens, splits, 8 if rows > 64 else 4, 3)
+    # A warpgroup's product takes 64 rows; where warps multiply, four spill with so many.
+    most = 64 if has_warpgroups(capability(plan.device)) else 32
+    return Config(tokens, splits, 8 if rows > most else 4)
+
+
+def _choose_stages(cache: KVCache, config: MSAConfig, rows: int, *, tma: bool) -> int:
+    """Pages under way: as many as fit into shared memory beside the queries, three at most.
+
+    Without bulk copies, registers hold what large tiles load: two.
+    """
+    page = cache.format.bytes_per_page(config) // config.num_kv_heads
+    queries = rows * config.head_dim * 2
+    fit = (shared_memory(cache.device) - queries - _OTHER_SHARED_BYTES) // page + 1
+    return max(1, min(fit, 3 if tma or rows <= 64 else 2))
 
 
 @cached
@@ -486,6 +501,7 @@ def attend(
     arrivals = plan.workspace("arrivals", groups, torch.int32)
     lse_arguments = (q, 0, 0) if lse is None else (lse, *lse.stride())
     tma = lists is not None and launch.has_bulk_copies(cache)
+    stages = _choose_stages(cache, msa, rows, tma=tma)
     k_desc, v_desc = launch.pool_descriptors(cache) if tma else (None, None)
     # Not read without lists.
     entries, pages, counts, overlap = lists or (arrivals,) * 4
@@ -540,9 +556,7 @@ def attend(
         DIRECT=lists is None,
         SLOTS=launch.power_of_two_above(block_ids.shape[2]),
         TMA=tma,
-        # Three stages of 16 bit pages beside 128 rows of queries fill a Hopper's shared memory;
-        # other GPUs have less.
-        STAGES=config.stages if tma or rows <= 64 else 2,
-        TAIL_STAGES=1 if tma else config.stages if rows <= 64 else 2,
+        STAGES=stages,
+        TAIL_STAGES=1 if tma else stages,
         num_warps=config.warps,
     )

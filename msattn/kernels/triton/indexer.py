@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...arch import capability
+from ...arch import capability, has_warpgroups
 from ...cache import IndexCache
 from ...plan import Plan
 from .launch import has_native_fp8, num_processors, raw
@@ -315,12 +315,11 @@ def choose_constants(
     rows: int, key_bytes: int, compute_capability: tuple[int, int] | None
 ) -> Constants:
     """Constants for requests of at most ``rows`` (tokens x heads) and keys of ``key_bytes``."""
-    major = 0 if compute_capability is None else compute_capability[0]
     rows = max(triton.next_power_of_2(rows), 16)
     if key_bytes > 256:
         # Head dimensions above 128 and tf32: tiles made for fewer bytes would not fit.
         return _WARP_MMA[min(rows, 32)]
-    table = _WARPGROUP_MMA if major in (9, 10) else _WARP_MMA
+    table = _WARPGROUP_MMA if has_warpgroups(compute_capability) else _WARP_MMA
     return table[min(rows, max(table))]
 
 

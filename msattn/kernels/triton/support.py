@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MIN_CAPABILITY = (8, 0)
 MAX_BLOCKS = 32768
 """Blocks of a request that a selecting program holds in registers: 4 million tokens."""
+MAX_HEAD_DIM = 128
+"""Of attend, which holds a page's K and V in shared memory."""
 
 _KV_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -31,6 +33,8 @@ def why_not(problem: Problem) -> list[str]:
             width = getattr(config, name)
             if width & (width - 1):
                 reasons.append(f"{name}={width} is not a power of two")
+        if problem.stage == "attend" and config.head_dim > MAX_HEAD_DIM:
+            reasons.append(f"head_dim={config.head_dim}; pages fit on chip up to {MAX_HEAD_DIM}")
     if fmt is not None and fmt.name not in _KV_FORMATS:
         reasons.append(f"{fmt} caches are for the reference alone")
     reads_queries = problem.stage in ("index_scores", "index_select", "attend")
