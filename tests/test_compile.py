@@ -34,8 +34,8 @@ ATTEND_STEPS = {
     "verify": (4, 4096),
     "decode": (1, 4096),
 }
-ATTEND_SPILLS = {"prefill": 192, "long": 192, "verify": 408, "decode": 0}
-"""Bytes of the union kernel that are known to spill: with 64 and 128 rows it has all registers."""
+ATTEND_SPILLS = {"prefill": 8, "long": 152, "verify": 408, "decode": 0}
+"""Bytes that are known to spill where tiles take all registers; nothing else may, and not more."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def test_attend_compiles_and_fits(kv_format: str, step: str) -> None:
     assert ("_dequantize_kernel" in kernels) == (step == "prefill" and kv_format != "bf16")
     for entry in launches:
         assert entry["scratch"] < 512 << 20, "a plan's memory beside what the caller gives"
-        spills = ATTEND_SPILLS[step] if entry["kernel"] == "_attend_kernel" else 0
+        spills = ATTEND_SPILLS[step] if entry["kernel"].startswith("_attend") else 0
         assert entry["stack"] <= spills, entry
         assert entry["local"] == 0, entry
         assert entry["dynamic_shared"] <= SHARED_KIB[entry["capability"]] << 10, entry

@@ -36,6 +36,7 @@ from .tiles import (
 )
 
 TILE_ROWS = 128
+"""Query rows of a tile where two warpgroups multiply; half of that where single warps do."""
 _OTHER_SHARED_BYTES = 2048
 MAX_LIST = 256
 """Block ids that one tile's list is made of, where the tile has more than one token."""
@@ -392,16 +393,16 @@ class Config:
 def choose(plan: Plan, slots: int) -> Config:
     """Constants for ``slots`` block ids per token.
 
-    A tile has at most 128 rows, 8 tokens (more of them share too little), and 256 block ids. Lists
-    are split while there are fewer programs than the GPU runs at a time.
+    A tile has at most ``TILE_ROWS`` rows, 8 tokens (more of them share too little), and 256 block
+    ids. Lists are split while there are fewer programs than the GPU runs at a time.
     """
-    tokens, rows = _tile(plan.max_query_len, plan.config.group_size, slots)
+    most_rows = TILE_ROWS if has_warpgroups(capability(plan.device)) else TILE_ROWS // 2
+    tokens, rows = _tile(plan.max_query_len, plan.config.group_size, slots, most_rows)
     programs = len(plan.tiles(tokens).request) * plan.config.num_kv_heads
     wanted = 2 * launch.num_processors(plan.device) // max(programs, 1)
     splits = min(16, launch.power_of_two_below(wanted), launch.power_of_two_below(slots))
-    # A warpgroup's product takes 64 rows; where warps multiply, four spill with so many.
-    most = 64 if has_warpgroups(capability(plan.device)) else 32
-    return Config(tokens, splits, 8 if rows > most else 4)
+    # A warpgroup's product takes 64 rows; four single warps would spill with so many.
+    return Config(tokens, splits, 8 if rows > most_rows // 2 else 4)
 
 
 def _choose_stages(cache: KVCache, config: MSAConfig, rows: int, *, tma: bool) -> int:
@@ -416,12 +417,12 @@ def _choose_stages(cache: KVCache, config: MSAConfig, rows: int, *, tma: bool) -
 
 
 @cached
-def _tile(max_query_len: int, group_size: int, slots: int) -> tuple[int, int]:
+def _tile(max_query_len: int, group_size: int, slots: int, most_rows: int) -> tuple[int, int]:
     """Tokens and rows of a tile."""
     group_rows = launch.power_of_two_above(group_size)
     tokens = min(
         launch.power_of_two_above(max_query_len),
-        max(1, TILE_ROWS // group_rows),
+        max(1, most_rows // group_rows),
         max(1, MAX_LIST // launch.power_of_two_above(slots)),
         8,
     )
