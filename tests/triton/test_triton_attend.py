@@ -118,7 +118,7 @@ def test_pages_are_converted_once_for_long_prompts(
     narrow = fmt.is_fp8 or fmt.scale_group > 0
     assert dequantize.pays(inputs.cache, inputs.plan()) == narrow
     check(inputs, ids)
-    monkeypatch.setattr(dequantize, "SCRATCH_BYTES", 0)
+    monkeypatch.setattr(dequantize, "COPY_BYTES", 0)
     assert not dequantize.pays(inputs.cache, inputs.plan())
     check(inputs, ids)
 

@@ -17,8 +17,8 @@ from ...plan import Plan
 from . import launch
 from .tiles import BLOCK, NVFP4, NVFP4_FACTOR, load_narrow_tile
 
-SCRATCH_BYTES = 320 << 20
-"""The scratch pool: 1,280 blocks of M3's 4 KV heads, 160K tokens of context."""
+COPY_BYTES = 320 << 20
+"""The 16 bit copy: 1,280 blocks of M3's 4 KV heads, 160K tokens of context."""
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_blocks", "num_pages"])
@@ -87,7 +87,7 @@ def pays(cache: KVCache, plan: Plan) -> bool:
     )
     blocks = plan.num_requests * plan.num_blocks
     page_bytes = plan.config.num_kv_heads * BLOCK_SIZE * 4 * plan.config.head_dim
-    fits = 0 < blocks <= plan.max_rows and blocks * page_bytes <= SCRATCH_BYTES
+    fits = 0 < blocks <= plan.max_rows and blocks * page_bytes <= COPY_BYTES
     return narrow and fits and not slot_scales
 
 
