@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-vllm lint clean
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # One stamp for the environment: made again when the dependencies change.
 # torch goes first and by version: a range would let pip take a larger build than is wanted.
@@ -25,6 +25,15 @@ demo: $(VENV)/installed  ## a small MiniMax-M3 generates through every KV format
 test: $(VENV)/installed  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)
 	$(BIN)/python -m pytest -n $(WORKERS) tests/triton
+
+# The engines' pins exclude each other's: an environment for each, with the engine's Python sources.
+$(VENV)/engines/%/installed: pyproject.toml tests/engines/prepare.py tests/engines/requirements.txt \
+		tests/engines/requirements-%.txt
+	$(PYTHON) tests/engines/prepare.py $* $(@D)
+	touch $@
+
+test-vllm: $(VENV)/engines/vllm/installed  ## the plug-in in the pinned vLLM, on a CPU
+	$(<D)/bin/python -m pytest tests/engines/test_vllm*.py
 
 lint: $(VENV)/installed  ## formatting, lint, types
 	$(BIN)/ruff format --check .
