@@ -43,6 +43,7 @@ class Problem(NamedTuple):
     kv_format: KVFormat | None = None  # format of the cache that the stage reads or writes
     query_dtype: torch.dtype | None = None
     num_blocks: int | None = None  # blocks of the longest request that the plan allows
+    capability: tuple[int, int] | None = None  # of a GPU that is asked about; None = the device's
 
 
 @dataclass(frozen=True, slots=True)

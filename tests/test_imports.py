@@ -37,7 +37,8 @@ print(*sorted(name for name in set(sys.modules) - before))
     loaded = run(code).split()
     assert "msattn" in loaded
     assert [name for name in loaded if name.split(".")[0] != "msattn"] == []
-    optional = {"bench", "ops", "cli", "integrations", "testing", "train", "distributed", "tuning"}
+    optional = {"bench", "ops", "cli", "integrations", "serving", "testing", "train"}
+    optional |= {"distributed", "tuning"}
     assert [name for name in loaded if optional & set(name.split("."))] == []
     # Of the kernels, only what says whether they can serve.
     kernels = {name.split(".")[-1] for name in loaded if name.startswith("msattn.kernels")}
@@ -134,7 +135,7 @@ LAYERS = [
     ["store", "indexer", "selection", "attend", "combine"],
     ["api", "ops", "warmup"],
     ["__init__"],
-    ["testing", "train", "distributed"],
+    ["testing", "train", "distributed", "serving"],
     ["integrations", "bench"],
     ["cli"],
 ]

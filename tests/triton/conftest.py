@@ -22,7 +22,7 @@ if not HAS_GPU:
     if "triton" in sys.modules:
         raise pytest.UsageError("tests/triton needs a run of its own: pytest tests/triton")
     os.environ["TRITON_INTERPRET"] = "1"
-    for stem in ("store", "indexer", "selection", "attend", "combine"):
+    for stem in ("store", "indexer", "selection", "attend", "combine", "refresh"):
         import_module(f"msattn.kernels.triton.{stem}")
     del os.environ["TRITON_INTERPRET"]
 

@@ -26,7 +26,7 @@ _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 def why_not(problem: Problem) -> list[str]:
     """Reasons against serving ``problem`` with Triton."""
-    reasons = _device_reasons(problem.device)
+    reasons = _device_reasons(problem.device, problem.capability)
     config, fmt, dtype = problem.config, problem.kv_format, problem.query_dtype
     if config is not None:
         for name in ("head_dim", "index_head_dim"):
@@ -45,7 +45,7 @@ def why_not(problem: Problem) -> list[str]:
     return reasons
 
 
-def _device_reasons(device: torch.device) -> list[str]:
+def _device_reasons(device: torch.device, asked: tuple[int, int] | None) -> list[str]:
     if not _has_triton():
         return ["triton is not installed"]
     if device.type == "cpu":
@@ -54,8 +54,8 @@ def _device_reasons(device: torch.device) -> list[str]:
         return ["runs on a GPU (on a CPU under TRITON_INTERPRET=1, for tests)"]
     if device.type != "cuda":
         return [f"runs on CUDA and ROCm devices, not on {device.type}"]
-    found = capability(device)
-    if torch.version.hip is None and found is not None and found < MIN_CAPABILITY:
+    found = asked or capability(device)
+    if found is not None and found < MIN_CAPABILITY:
         return [f"needs compute capability 8.0, the device has {found[0]}.{found[1]}"]
     return []
 
