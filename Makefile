@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint clean
+.PHONY: help demo test test-vllm test-sglang lint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -34,6 +34,9 @@ $(VENV)/engines/%/installed: pyproject.toml tests/engines/prepare.py tests/engin
 
 test-vllm: $(VENV)/engines/vllm/installed  ## the plug-in in the pinned vLLM, on a CPU
 	$(<D)/bin/python -m pytest tests/engines/test_vllm*.py
+
+test-sglang: $(VENV)/engines/sglang/installed  ## the plug-in in the pinned SGLang, on a CPU
+	$(<D)/bin/python -m pytest tests/engines/test_sglang*.py
 
 lint: $(VENV)/installed  ## formatting, lint, types
 	$(BIN)/ruff format --check .

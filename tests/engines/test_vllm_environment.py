@@ -1,4 +1,4 @@
-"""What the plug-in takes for granted in vLLM: where to look when a new version moves something."""
+"""What the plug-in takes for granted in vLLM: where to look when a version moves something."""
 
 from __future__ import annotations
 

@@ -21,6 +21,9 @@ class InterpolationMode(enum.Enum):
     LANCZOS = "lanczos"
 
 
+NAMES = {"InterpolationMode": InterpolationMode} | dict.fromkeys(
+    ("ImageReadMode", "decode_image", "pil_to_tensor")
+)
 for path in (
     "io",
     "transforms",
@@ -29,7 +32,7 @@ for path in (
     "transforms.v2.functional",
 ):
     module = types.ModuleType(f"{__name__}.{path}")
-    module.InterpolationMode, module.pil_to_tensor = InterpolationMode, None
+    vars(module).update(NAMES)
     parent, _, name = module.__name__.rpartition(".")
     setattr(sys.modules[parent], name, module)
     sys.modules[module.__name__] = module
