@@ -10,6 +10,7 @@ from ..checks import fail, require_int, require_tensor, require_type
 from ..config import MSAConfig
 from ..indexer import prepare_index_select
 from ..kv_format import KVFormat
+from ..plan import Plan
 from .impl import require_block_ids
 from .metadata import SparseMetadata
 
@@ -77,19 +78,28 @@ class Indexer:
         decode = prefill = None
         launches: list[dispatch.Launch] = []
         if metadata.decode is not None:
-            plan = metadata.decode.planned.use()
+            plan = self._own(metadata.decode.planned.use())
             launch, decode = prepare_index_select(
                 query[:first], index, plan, out=ids[:first], impl=self.impl
             )
             launches.append(launch)
         if metadata.prefill is not None:
+            plan = self._own(metadata.prefill.plan)
             launch, prefill = prepare_index_select(
-                query[first:], index, metadata.prefill.plan, out=ids[first:rows], impl=self.impl
+                query[first:], index, plan, out=ids[first:rows], impl=self.impl
             )
             launches.append(launch)
         for launch in launches:
             launch()
         return decode, prefill
+
+    def _own(self, plan: Plan) -> Plan:
+        """A plan by whose config the indexer's own selection is made."""
+        for name in ("topk", "init_blocks", "local_blocks"):
+            mine, planned = getattr(self.config, name), getattr(plan.config, name)
+            if mine != planned:
+                raise fail("metadata", f"a step planned for {name}={mine}", f"{name}={planned}")
+        return plan
 
     def _heads(self, query: torch.Tensor, rows: int) -> torch.Tensor:
         """The step's rows as ``[T, Hi, Di]``, a view."""

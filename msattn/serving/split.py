@@ -83,4 +83,6 @@ def split_decodes_and_prefills(
         raise fail("num_tokens", f"at least {rows}, the sum of query_lens", num_tokens)
     decode_rows = num_tokens if decodes == count else sum(query_lens[:decodes])
     longest = max(query_lens[:decodes], default=0)
+    if not rows and count and num_tokens % count == 0:
+        longest = num_tokens // count  # a graph of padding alone
     return Split(decodes, count - decodes, decode_rows, num_tokens - decode_rows, longest)

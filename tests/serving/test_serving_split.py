@@ -38,6 +38,8 @@ def test_examples(query_lens: tuple[int, ...], threshold: int, expected: Split) 
     [
         # A graph of four requests with 2 drafts, two of them padding: they own rows, too.
         ((3, 3, 0, 0), 12, Split(4, 0, 12, 0, 3)),
+        # Nothing but padding: the graph's rows are shared out.
+        ((0, 0), 6, Split(2, 0, 6, 0, 3)),
         # Rows behind a prefill are spare.
         ((1, 30), 40, Split(1, 1, 1, 39, 1)),
     ],
@@ -69,7 +71,7 @@ def test_the_parts_cover_the_step(
     assert split.num_decode_tokens + split.num_prefill_tokens == rows
     decodes = query_lens[: split.num_decodes]
     assert all(length <= threshold for length in decodes)
-    if require_uniform:
+    if require_uniform and any(query_lens):
         assert set(decodes) <= {0, split.decode_query_len}
     if split.num_prefills:  # it is the first one that does not fit
         first = query_lens[split.num_decodes]

@@ -256,6 +256,20 @@ def make_errors() -> dict[str, tuple[object, type[Exception], str]]:
             value,
             "block_scale_shift: expected at most 7, got 8",
         ),
+        "selection": (
+            lambda: msattn.serving.Indexer(replace(CONFIG, init_blocks=1)).forward(
+                inputs.index_q, inputs.index.tensor, metadata, ids
+            ),
+            value,
+            "metadata: expected a step planned for init_blocks=1, got init_blocks=0",
+        ),
+        "index_rows": (
+            lambda: msattn.serving.Indexer(CONFIG).forward(
+                inputs.index_q[:7], inputs.index.tensor, metadata, ids
+            ),
+            value,
+            "index_query: expected at least 45 rows",
+        ),
         "no_prefill": (
             lambda: impl.build_prefill_csr(ids, only_decode),
             value,
