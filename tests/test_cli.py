@@ -17,6 +17,7 @@ import torch
 import msattn
 from msattn.cli import main
 from msattn.dispatch import IMPLEMENTATION_NAMES, STAGES
+from msattn.integrations.engines import Answer
 
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
@@ -548,3 +549,97 @@ def test_the_other_commands_say_what_they_need(blocked: tuple[str, ...], parts: 
 def test_plot_says_that_it_needs_matplotlib() -> None:
     done = process("msattn.cli", "generate", "--plot", "p.png", blocked=("matplotlib",))
     assert_refused(Result(done.returncode, done.stdout, done.stderr), "matplotlib")
+
+
+# serve-check
+
+M3_CONFIG = {
+    "model_type": "minimax_m3_vl",
+    "text_config": {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 4,
+            "sparse_index_dim": 128,
+            "sparse_block_size": 128,
+            "sparse_topk_blocks": 16,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0] * 3 + [1] * 57,
+        },
+    },
+}
+
+
+@pytest.fixture
+def m3_folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(M3_CONFIG))
+    return tmp_path
+
+
+def test_serve_check_says_what_each_engine_uses(cli: Cli, m3_folder: Path) -> None:
+    result = cli("serve-check", m3_folder, "--gpu", "H200", "--tp", "4", "--json")
+    assert result.code == 0
+    report = json.loads(result.out)
+    assert report["target"]["capability"] == "9.0"
+    assert report["model"]["layers"] == "57 sparse, 3 dense"
+    assert report["model"]["heads"] == "16 query, 1 KV on a rank"
+    nvfp4 = report["kv_formats"]["nvfp4"]
+    assert nvfp4["engines"]["vLLM"] == {"served_by": "msattn, triton", "reasons": []}
+    assert nvfp4["engines"]["SGLang"]["served_by"] is None
+    # 60 layers of 2 * 72 bytes, and 57 of 128 index keys in bf16.
+    assert nvfp4["bytes_per_token"] == 60 * 144 + 57 * 256
+    assert nvfp4["tokens"] == 80 * 2**30 // (60 * 144 + 57 * 256) // 128 * 128
+
+
+def test_serve_check_prints_tables(cli: Cli, m3_folder: Path) -> None:
+    result = cli(
+        "serve-check", m3_folder, "--gpu", "sm_100", "--memory", "10GB", "--index-dtype", "fp8"
+    )
+    assert result.code == 0
+    assert "Sparse layers on sm_100 (compute capability 10.0)" in result.out
+    bf16 = next(line for line in result.out.splitlines() if line.startswith("  bf16"))
+    size = 60 * 2048 + 57 * 128
+    assert bf16.split()[1:3] == [f"{size:,}", f"{10**10 // size // 128 * 128:,}"]
+    assert "vLLM has MSA kernels of its own for this GPU" in result.out
+
+
+def test_serve_check_of_the_tiny_model_on_this_machine(cli: Cli) -> None:
+    result = cli("serve-check", "--kv-format", "bf16,nvfp4", "--json")
+    report = json.loads(result.out)
+    assert result.code == 0 and list(report["kv_formats"]) == ["bf16", "nvfp4"]
+    assert report["model"]["layers"] == "3 sparse, 1 dense"
+    served = report["kv_formats"]["bf16"]["engines"]["transformers"]["served_by"]
+    assert served.startswith("msattn")
+
+
+def test_serve_check_fails_where_nobody_serves(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = Answer(None, ["no reason"])
+    monkeypatch.setattr("msattn.cli.serve_check.ask", lambda *_, **__: nobody)
+    assert cli("serve-check", "--kv-format", "bf16").code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--gpu", "voodoo2"), ("--gpu: expected cpu, t4,", "sm_90 or 9.0, got 'voodoo2'")),
+        (("--memory", "much"), ("--memory: expected a size as 80GiB", "got 'much'")),
+        (("--kv-format", "int8"), ("--kv-format: expected", "got 'int8'")),
+        (("--index-dtype", "nvfp4"), ("--index-dtype: expected", "got nvfp4")),
+        (("/nowhere",), ('--model: expected "tiny" or a folder with config.json', "/nowhere")),
+        (("--tp", "3"), ("--model tiny: tp_size: expected a divisor of the 8 query heads",)),
+    ],
+)
+def test_serve_check_refuses(cli: Cli, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    assert_refused(cli("serve-check", *arguments), *parts)
+
+
+def test_serve_check_refuses_another_model(cli: Cli, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for text, part in (
+        ("{", "is not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "MiniMax-M3"),
+    ):
+        config.write_text(text)
+        assert_refused(cli("serve-check", tmp_path), "--model", part)

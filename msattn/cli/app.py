@@ -198,6 +198,44 @@ def bench_command(
     )
 
 
+@app.command("serve-check")
+def serve_check_command(
+    model: Annotated[
+        str, typer.Argument(help='"tiny", or a folder with the config.json of a MiniMax-M3.')
+    ] = "tiny",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask about another machine: cpu, h200, b200, a100, rtx4090, ..., or sm_90.",
+            show_default="this machine's",
+        ),
+    ] = None,
+    kv_format: Annotated[
+        str, typer.Option(help="KV formats, comma-separated.", show_default="all")
+    ] = "",
+    index_dtype: Annotated[str, typer.Option(help="Of the index keys: bf16, fp16, fp8.")] = "bf16",
+    memory: Annotated[str, typer.Option(help="For the caches of one rank.")] = "80GiB",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Say what each engine would use for a model, why not msattn, and how many tokens fit."""
+    from . import serve_check
+    from .tables import print_sections
+
+    return serve_check.run(
+        serve_check.Options(
+            model=model,
+            gpu=gpu,
+            kv_formats=_listed(kv_format),
+            index_dtype=index_dtype,
+            memory=memory,
+            tp_size=tp,
+            as_json=as_json,
+        ),
+        print_sections,
+    )
+
+
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 

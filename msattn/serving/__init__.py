@@ -8,6 +8,7 @@ plug-ins in ``msattn.integrations`` do so for vLLM.
 from .backends import (
     BACKENDS,
     DECODE_KERNELS,
+    KERNELS,
     SPARSE_MSA,
     SPARSE_MSA_NVFP4,
     TENSOR_CORE_MSA,
@@ -32,6 +33,7 @@ from .split import Split, reorder_threshold, split_decodes_and_prefills
 __all__ = [
     "BACKENDS",
     "DECODE_KERNELS",
+    "KERNELS",
     "SPARSE_MSA",
     "SPARSE_MSA_NVFP4",
     "TENSOR_CORE_MSA",

@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from .. import dispatch
+from .. import dispatch, env
 from ..checks import fail, one_of, require_type
 from ..config import BLOCK_SIZE, MSAConfig
 from ..kv_format import KVFormat
 
 DECODE_KERNELS = ("tensor_core", "triton")
 """How decode rows are served: by the best implementation that can, or by the Triton kernels."""
+
+KERNELS = ("hopper", "triton")
+"""Implementations for a GPU: the reference reads lengths on the host, which graphs cannot hold."""
 
 HND, NHD = "HND", "NHD"
 """Order of a page's axes: heads, then tokens; or tokens, then heads."""
@@ -173,7 +176,12 @@ def _shape_reasons(backend: Backend, request: Request) -> list[str]:
 def _reasons(stage: str, request: Request, backend: Backend) -> dict[str, list[str]]:
     """For each implementation that the backend may use for a stage, why it cannot serve."""
     only_triton = backend.decode == "triton" and stage == "attend"
-    names = ("triton",) if only_triton else dispatch.IMPLEMENTATION_NAMES
+    if only_triton:
+        names: tuple[str, ...] = ("triton",)
+    elif request.device.type == "cuda" and env.IMPL != "reference":
+        names = KERNELS
+    else:
+        names = dispatch.IMPLEMENTATION_NAMES
     index = stage in ("store_index_k", "index_select")
     problem = dispatch.Problem(
         stage,

@@ -14,6 +14,7 @@ from ... import env
 from ...config import MSAConfig
 from ...serving import SPARSE_MSA, SPARSE_MSA_NVFP4, Request, is_nvfp4
 from ...serving import why_not as backend_why_not
+from ..engines import OWN_MSA, OWN_MSA_MAJOR
 from .attention import (
     MiniMaxM3SparseMSABackend,
     MiniMaxM3SparseMSAImpl,
@@ -54,8 +55,8 @@ def why_not(
 
 def _platform_reasons() -> list[str]:
     if current_platform.is_cuda():
-        if current_platform.is_device_capability_family(100):
-            return ["vLLM has MSA kernels of its own for this GPU"]
+        if current_platform.is_device_capability_family(10 * OWN_MSA_MAJOR):
+            return [OWN_MSA.format("vLLM")]
         return []
     if env.IMPL == "reference":  # asked for by name: on a CPU, for tests
         return []
