@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-sglang lint clean
+.PHONY: help demo test test-vllm test-sglang lint hub clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -42,6 +42,9 @@ lint: $(VENV)/installed  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+hub:  ## build/torch-cuda and build/torch-cpu: msattn as a kernel of the Hugging Face Hub
+	$(PYTHON) tools/hub.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -36,21 +36,26 @@ from .plan import Plan, find_plan, make_plan
 from .store import store_index_k as store_index_k_stage
 from .store import store_kv as store_kv_stage
 
+NAMESPACE = __package__.replace(".", "_")
+"""``msattn``; a copy of the package under another name has operators of its own."""
+
+_OPS = getattr(torch.ops, NAMESPACE)
+
 
 def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     """:func:`msattn.store_kv` as an operator."""
-    torch.ops.msattn.store_kv(k, v, *_cache_arguments(cache), slot_mapping)
+    _OPS.store_kv(k, v, *_cache_arguments(cache), slot_mapping)
 
 
 def store_index_k(index_k: Tensor, index: IndexCache, slot_mapping: Tensor) -> None:
     """:func:`msattn.store_index_k` as an operator."""
-    torch.ops.msattn.store_index_k(index_k, index.tensor, index.format.name, slot_mapping)
+    _OPS.store_index_k(index_k, index.tensor, index.format.name, slot_mapping)
 
 
 def index_select(index_q: Tensor, index: IndexCache, plan: Plan) -> Tensor:
     """:func:`msattn.index_select` as an operator."""
     config = plan.config
-    block_ids: Tensor = torch.ops.msattn.index_select(
+    block_ids: Tensor = _OPS.index_select(
         index_q,
         index.tensor,
         index.format.name,
@@ -72,7 +77,7 @@ def attend(
     q_scale: Scale | None = None,
 ) -> State:
     """:func:`msattn.attend` with ``return_lse=True`` as an operator."""
-    state: State = torch.ops.msattn.attend(
+    state: State = _OPS.attend(
         q,
         *_cache_arguments(cache),
         block_ids,
@@ -95,7 +100,7 @@ def attend_out(
     q_scale: Scale | None = None,
 ) -> None:
     """:func:`msattn.attend` into the caller's memory as an operator."""
-    torch.ops.msattn.attend_out(
+    _OPS.attend_out(
         q,
         *_cache_arguments(cache),
         block_ids,
@@ -123,7 +128,7 @@ def _factor(scale: Scale | None, device: torch.device) -> Tensor | None:
     return None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=device)
 
 
-_LIBRARY = Library("msattn", "FRAGMENT")
+_LIBRARY = Library(NAMESPACE, "FRAGMENT")
 
 
 def _in_place(*mutated: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -160,7 +165,7 @@ def _store_index_k(index_k: Tensor, pool: Tensor, index_format: str, slot_mappin
     store_index_k_stage(index_k, index, slot_mapping)
 
 
-@custom_op("msattn::index_select", mutates_args=())
+@custom_op(f"{NAMESPACE}::index_select", mutates_args=())
 def _index_select(
     index_q: Tensor,
     pool: Tensor,
@@ -181,7 +186,7 @@ def _index_select(
     return index_select_stage(index_q, index, _plan(*batch, config, index_format, rows))
 
 
-@custom_op("msattn::attend", mutates_args=())
+@custom_op(f"{NAMESPACE}::attend", mutates_args=())
 def _attend(
     q: Tensor,
     pool: Sequence[Tensor],
@@ -339,17 +344,17 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "attend_out": _fake_attend_out,
 }
 for _name, _fake in _FAKES.items():
-    register_fake(f"msattn::{_name}", _fake)
+    register_fake(f"{NAMESPACE}::{_name}", _fake)
 
 
-@register_flop_formula(torch.ops.msattn.index_select)
+@register_flop_formula(_OPS.index_select)
 def _index_select_flops(index_q: torch.Size, *arguments: Any, **_: Any) -> int:
     rows, heads, dim = index_q
     max_seq_len = arguments[6]
     return int(2 * rows * heads * dim * max_seq_len)
 
 
-@register_flop_formula([torch.ops.msattn.attend, torch.ops.msattn.attend_out])
+@register_flop_formula([_OPS.attend, _OPS.attend_out])
 def _attend_flops(q: torch.Size, *arguments: Any, **_: Any) -> int:
     rows, heads, dim = q
     block_ids, max_seq_len = arguments[4], arguments[9]

@@ -29,6 +29,7 @@ from ...config import BLOCK_SIZE, MSAConfig
 from ...indexer import index_select
 from ...kv_format import KVFormat
 from ...store import store_index_k, store_kv
+from ..inference import without_backward
 from .cache import MsattnCache
 from .step import Step, make_step
 
@@ -116,7 +117,7 @@ def _attention_forward(
         index_q, index_k = _index_projections(self.indexer, hidden_states, position_embeddings)
     with torch.no_grad():
         out = _paged_attention(self, q, k, v, index_q, index_k, attention_mask, past_key_values)
-    out = _WithoutBackward.apply(out, q)  # type: ignore[no-untyped-call]
+    out = without_backward(out, q)
     return self.o_proj(out.reshape(batch, query_len, -1)), None
 
 
@@ -223,20 +224,6 @@ def _require_servable(module: Any, attention_mask: torch.Tensor | None) -> None:
         )
     if module.training and module.attention_dropout:
         raise fail("attention_dropout", "0", module.attention_dropout, NotImplementedError)
-
-
-class _WithoutBackward(torch.autograd.Function):
-    """Identity that refuses a backward pass, instead of gradients that silently miss a part."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            'attn_implementation="msattn" has no backward pass; train with "eager" or "sdpa"'
-        )
 
 
 def _text_model_forward(
