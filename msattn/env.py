@@ -26,7 +26,7 @@ VLLM: bool = os.environ.get("MSATTN_VLLM", "1") == "1"
 """``MSATTN_VLLM=0`` (default 1): vLLM keeps its own kernels for MiniMax-M3."""
 
 WARMUP: bool = os.environ.get("MSATTN_WARMUP", "1") == "1"
-"""``MSATTN_WARMUP=0`` (default 1): the vLLM plug-in does not compile before it serves."""
+"""``MSATTN_WARMUP=0`` (default 1): the plug-ins of engines do not compile before they serve."""
 
 SGLANG: bool = os.environ.get("MSATTN_SGLANG", "1") == "1"
 """``MSATTN_SGLANG=0`` (default 1): SGLang keeps its own kernels for MiniMax-M3."""
