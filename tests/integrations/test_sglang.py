@@ -288,6 +288,24 @@ def test_a_cpu_is_served_by_request_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "on a CPU" in call.why_not("decode", arguments)[0]
 
 
+def test_gpus_that_sglang_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its other modes there, too: msattn has not been run on them."""
+    arguments = make_arguments(make(CASES["verify"], layout=LAYOUTS["pair"]), "decode")
+    monkeypatch.setattr(call, "capability", lambda device: (10, 0))
+    own = "SGLang has MSA kernels of its own for this GPU"
+    assert call.why_not("decode", arguments) == [own]
+    monkeypatch.setattr(call, "capability", lambda device: (9, 0))
+    assert call.why_not("decode", arguments) == []
+
+
+def test_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = make_arguments(make(CASES["verify"], layout=LAYOUTS["pair"]), "decode")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    q = SimpleNamespace(device=GPU)
+    reasons = call.why_not("decode", arguments | {"q": q})
+    assert reasons == ["SGLang has kernels of its own for AMD's GPUs"]
+
+
 def test_what_no_implementation_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reasons are the implementation's own."""
     monkeypatch.setattr(env, "IMPL", "hopper")

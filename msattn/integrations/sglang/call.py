@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 
 from ... import env
-from ...arch import device_name
+from ...arch import capability, device_name
 from ...cache import IndexCache, KVCache
 from ...checks import fail
 from ...config import BLOCK_SIZE, MSAConfig
 from ...dispatch import IMPLEMENTATION_NAMES, Problem, reasons_against
+from ..engines import OWN_MSA, OWN_MSA_MAJOR
 from .step import Step
 
 Kind = Literal["prefill", "decode"]
@@ -44,7 +45,7 @@ SERVED: dict[str, tuple[object, str]] = {
     "score_type": ("max", "a block's score is the maximum over its keys"),
     "block_size_q": (1, "each query token has a selection of its own"),
     "block_size_k": (BLOCK_SIZE, f"a block is {BLOCK_SIZE} tokens"),
-    "use_msa": (False, "SGLang has MSA kernels of its own for this GPU"),
+    "use_msa": (False, OWN_MSA.format("SGLang")),
     "dense_main_attn_fn": (None, "a dense backend attends"),
     "cached_topk_idx": (None, "layers do not share selections here"),
     "return_topk_idx": (False, "layers do not share selections here"),
@@ -157,6 +158,8 @@ def _arguments_reasons(kind: Kind, arguments: Arguments) -> list[str]:
     device = arguments["q"].device
     if device.type == "cuda" and torch.version.hip is not None:
         reasons.append("SGLang has kernels of its own for AMD's GPUs")
+    elif (capability(device) or (0, 0))[0] == OWN_MSA_MAJOR:
+        reasons.append(OWN_MSA.format("SGLang"))
     elif device.type == "cpu" and env.IMPL == "auto":
         reasons.append("on a CPU msattn serves what MSATTN_IMPL names, and it names nothing")
     return reasons
