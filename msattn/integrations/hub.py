@@ -174,8 +174,6 @@ def _attend_ragged(
     k, v = (x.gather(2, rows).float().unsqueeze(2) for x in (key, value))
     q = query.float().unflatten(1, (groups, -1)) * scale  # [B, Hkv, G, Sq, D]
     logits = (q @ k.mT).masked_fill(~seen.unsqueeze(2), -torch.inf)
-    lse = logits.logsumexp(-1)
-    # A row that sees nothing here has LSE -inf, and minus itself that is NaN.
-    weights = (logits - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
-    out = (weights @ v).flatten(1, 2).to(query.dtype)
-    return _rows(out), _rows(lse.flatten(1, 2))
+    # A row that sees nothing here becomes NaN with an LSE of -inf: the merge does not read it.
+    out, lse = logits.softmax(-1) @ v, logits.logsumexp(-1)
+    return _rows(out.flatten(1, 2).to(query.dtype)), _rows(lse.flatten(1, 2))
