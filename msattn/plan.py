@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -48,6 +49,9 @@ class Plan:
     _workspaces: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
         default_factory=dict, repr=False
     )
+    _launches: WeakKeyDictionary[object, dict[Hashable, Any]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
 
     @property
     def num_requests(self) -> int:
@@ -67,6 +71,12 @@ class Plan:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """cu_seqlens_q, seq_lens and page_table."""
         return self.cu_seqlens_q, self.seq_lens, self.page_table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that the plan owns, tiles and workspaces included."""
+        tiles = (tensor for pair in self._tiles.values() for tensor in pair)
+        return sum(x.nbytes for x in (*self.tensors, *tiles, *self._workspaces.values()))
 
     def update(self, batch: Batch) -> None:
         """Take over another step's batch, in place and without a host sync.
@@ -99,6 +109,7 @@ class Plan:
         self.page_table[:rows, :width].copy_(batch.page_table[:, :width])
         self.page_table[:rows, width:].fill_(UNMAPPED)
         self.page_table[rows:].fill_(UNMAPPED)
+        bounds = self._bounds
         self.max_query_len = max(self.max_query_len, batch.max_query_len)
         self.max_seq_len = max(self.max_seq_len, batch.max_seq_len)
         self.num_tokens = batch.num_tokens
@@ -106,6 +117,8 @@ class Plan:
             self.max_rows = _max_rows(batch)
             self._tiles.clear()
             self._workspaces.clear()
+        if self._bounds != bounds:
+            self._launches.clear()
         for size, tiles in self._tiles.items():
             self._fill(tiles, size)
 
@@ -138,6 +151,18 @@ class Plan:
             memory = torch.zeros(shape, dtype=dtype, device=self.device)
             self._workspaces[key] = memory
         return memory
+
+    def launches(self, cache: object) -> dict[Hashable, Any]:
+        """What an implementation keeps of its launches for ``cache``, until a bound grows."""
+        kept = self._launches.get(cache)
+        if kept is None:
+            kept = self._launches[cache] = {}
+        return kept
+
+    @property
+    def _bounds(self) -> tuple[int, ...]:
+        """All that a launch depends on, of what :meth:`update` changes on the host."""
+        return self.max_query_len, self.num_blocks, self.max_rows
 
     def _require_no_capture(self) -> None:
         """A graph must not be given what it would fill only when it is replayed."""

@@ -34,7 +34,7 @@ ATTEND_STEPS = {
     "verify": (4, 4096),
     "decode": (1, 4096),
 }
-ATTEND_SPILLS = {"prefill": 8, "long": 152, "verify": 408, "decode": 0}
+ATTEND_SPILLS = {"prefill": 8, "long": 152, "verify": 232, "decode": 0}
 """Bytes that are known to spill where tiles take all registers; nothing else may, and not more."""
 
 
@@ -130,6 +130,9 @@ def indexer_builds() -> Iterable[Build]:
     ):
         for rows, (warps, stages) in rows_of.items():
             keys_first = rows < 64 and capabilities == hopper
+            # By the copy engine, where the keys are multiplied as they are.
+            tma = query == keys and capabilities == hopper
+            k_desc = {"k_desc": f"tensordesc<{types[keys]}[1,128,{dim}]>"} if tma else {}
             wide = operand != "e4m3"
             shape = f"m64n{rows if keys_first else 128}k{16 if wide else 32}"
             kinds = ".".join([{"e4m3": "e4m3", "fp16": "f16"}.get(operand, operand)] * 2)
@@ -137,10 +140,11 @@ def indexer_builds() -> Iterable[Build]:
                 yield Build(
                     f"index_{query}_{keys}_d{dim}_sm{capabilities[0]}_{rows}rows_{heads}heads",
                     "indexer:_index_scores_kernel",
-                    {**pointers, "q_ptr": "*" + types[query], "k_ptr": "*" + types[keys]},
+                    {**pointers, "q_ptr": "*" + types[query], "k_ptr": "*" + types[keys]} | k_desc,
                     {"HEADS": heads, "HEADS_PADDED": heads, "TOKENS": rows // heads, "DIM": dim}
                     | {"DTYPE": f"tl.{operands[operand]}", "KEYS_FIRST": keys_first}
-                    | {"NATIVE_FP8": capabilities[0] > 80, "stride_q_dim": 1},
+                    | {"NATIVE_FP8": capabilities[0] > 80, "stride_q_dim": 1, "TMA": tma}
+                    | ({} if tma else {"k_desc": None}),
                     {"num_warps": warps, "num_stages": stages if wide else 2 * stages - 1},
                     capabilities,
                     wgmma=f"{shape}.f32.{kinds}" if capabilities == hopper else "",

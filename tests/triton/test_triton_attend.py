@@ -123,6 +123,17 @@ def test_pages_are_converted_once_for_long_prompts(
     check(inputs, ids)
 
 
+@pytest.mark.parametrize("case", ["decode_padded", "verify", "mixed"])
+def test_pages_by_the_copy_engine(
+    case: str, seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Hopper, in the interpreter too: whole tiles, one moved to where its sequence ends."""
+    if device.type == "cpu":
+        monkeypatch.setattr(attend_union, "_use_bulk_copies", lambda cache, direct: True)
+    inputs = make(CASES[case], seed=seed, device=device)
+    check(inputs, make_block_ids(inputs, seed=seed))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
 @pytest.mark.parametrize("schedule", ["union", "kv_major"])
 def test_every_layout(
@@ -222,3 +233,31 @@ def test_blocks_beyond_the_bound_are_refused(device: torch.device) -> None:
     plan = msattn.make_plan(batch, config, "bf16")
     reasons = msattn.why_not("attend", impl="triton", plan=plan, device=device)
     assert reasons == ["32769 blocks of a request are more than 32768"]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("case", ["decode_padded", "verify", "mixed"])
+def test_one_plan_serves_other_tensors(
+    case: str, fmt: str, seed: int, device: torch.device
+) -> None:
+    """Of other addresses, alignments and strides; a plan keeps the launches of each kind."""
+    inputs = make(CASES[case], seed=seed, kv_format=fmt, device=device)
+    plan, q = inputs.plan(), inputs.q
+    row = q.stride(0)
+
+    def other(offset: int, gap: int) -> torch.Tensor:
+        memory = q.new_empty(offset + len(q) * (row + gap))
+        return memory.as_strided(q.shape, (row + gap, *q.stride()[1:]), offset)
+
+    for i, (offset, gap) in enumerate([(0, 0), (8, 0), (1, 0), (0, 8), (1, 0), (0, 0)]):
+        ids = make_block_ids(inputs, seed=seed + i)
+        moved, out = other(offset, gap).copy_(q.roll(i, 0)), other(offset, gap).fill_(torch.nan)
+        want, want_lse = msattn.attend(
+            moved, inputs.cache, ids, inputs.plan(), return_lse=True, impl="triton"
+        )
+        lse = want_lse.new_empty(want_lse.shape) if i % 2 else None
+        msattn.attend(moved, inputs.cache, ids, plan, out=out, lse_out=lse, impl="triton")
+        tokens = inputs.case.num_tokens
+        assert_bitwise_equal("out", out[:tokens].contiguous(), want[:tokens])
+        if lse is not None:
+            assert_bitwise_equal("lse", lse[:tokens], want_lse[:tokens])

@@ -312,7 +312,7 @@ def test_large_steps_against_the_reference(
     inputs = make(case, seed=seed, index_format=fmt, query_dtype=dtype, device=device)
     arguments = (inputs.index_q, inputs.index, inputs.plan())
     want = msattn.index_scores(*arguments, impl="reference")
-    for constants in (None, indexer.WIDE_TILE):
+    for constants in (None, indexer._WARPGROUP_MMA[128]):
         assert_bitwise_equal("scores", scores_of(inputs, constants=constants), want)
     want_ids = msattn.index_select(*arguments, impl="reference")
     assert_same_ids("block_ids", msattn.index_select(*arguments, impl="triton"), want_ids)

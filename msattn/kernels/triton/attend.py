@@ -11,6 +11,7 @@ import torch
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from . import attend_kv_major, attend_union, dequantize
+from .recording import kind, record
 
 MIN_QUERY_LEN = 64
 """Query tokens of a request from which the KV-major schedule can pay: enough picks for a page."""
@@ -21,6 +22,31 @@ SCRATCH_BYTES = 420 << 20
 
 
 def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """:func:`msattn.attend`; a call like an earlier one has the launches of that one."""
+    own = (q, block_ids, out, *(x for x in (lse, q_scale) if isinstance(x, torch.Tensor)))
+    number = None if isinstance(q_scale, torch.Tensor) else q_scale
+    key = (*map(kind, own), lse is None, block_ids.shape[2], softmax_scale, number)
+    kept = plan.launches(cache)
+    recording = kept.get(key)
+    if recording is not None:
+        recording.replay(own)
+        return
+    with record(own) as recording:
+        _attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+    if recording.complete:
+        kept[key] = recording
+
+
+def _attend(
     q: torch.Tensor,
     cache: KVCache,
     block_ids: torch.Tensor,

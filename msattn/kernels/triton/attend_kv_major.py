@@ -20,6 +20,7 @@ import triton.language as tl
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from . import launch
+from .recording import start, zero
 from .tiles import (
     BLOCK,
     NVFP4,
@@ -36,6 +37,7 @@ from .tiles import (
 ITEM_PICKS = 64
 STAGES = 2
 COMBINE_WARPS = 4
+COMBINE_STAGES = tl.constexpr(4)
 SLOT_BITS = tl.constexpr(8)
 """Of an entry of the reverse index; the others are the token's."""
 SLOT_MASK = tl.constexpr((1 << SLOT_BITS.value) - 1)
@@ -407,11 +409,13 @@ def _combine_kernel(
     scale = 1.0 / tl.where(empty, 1.0, total)
     acc = tl.zeros((GROUP_ROWS, D), tl.float32)
     parts = partial_out_ptr + tl.program_id(0).to(tl.int64) * num_slots * GROUP * D
-    for i in tl.range(0, num_slots, loop_unroll_factor=4):
+    for i in tl.range(0, num_slots, num_stages=COMBINE_STAGES):
         lse = tl.load(lses + i * GROUP + member, mask=live, other=float("-inf"))
-        used = lse > float("-inf")
         part = parts + (i * GROUP + member)[:, None] * D + d[None, :]
-        part = tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
+        # Loaded whether used or not: the load need not wait for the weight.
+        part = tl.load(part, mask=live[:, None], other=0.0, eviction_policy="evict_first")
+        part = part.to(tl.float32)
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
         acc += part * (tl.exp2(lse - shift) * scale)[:, None]
     q_head = head * GROUP + member
     out = out_ptr + row.to(tl.int64) * stride_out_t + (q_head * stride_out_h)[:, None]
@@ -513,8 +517,8 @@ def _reverse_index(
         workspace("items", groups, max_items, 3),
         workspace("entries", groups, chunk_tokens * slots),
     )
-    counts.zero_()
-    totals.zero_()
+    zero(counts)
+    zero(totals)
     padded = launch.power_of_two_above(slots)
     tokens = max(1, 128 // padded)
     request = plan.tiles(1).request
@@ -526,7 +530,9 @@ def _reverse_index(
         "chunk_tokens": chunk_tokens,
     }
     grid = (triton.cdiv(rows, tokens), heads)
-    _count_kernel[grid](
+    start(
+        _count_kernel,
+        grid,
         block_ids,
         *block_ids.stride(),
         request,
@@ -544,7 +550,9 @@ def _reverse_index(
         SLOTS=padded,
         GROUP=config.group_size,
     )
-    _items_kernel[(triton.cdiv(blocks, 1024), groups)](
+    start(
+        _items_kernel,
+        (triton.cdiv(blocks, 1024), groups),
         counts,
         starts,
         totals,
@@ -555,7 +563,9 @@ def _reverse_index(
         ROWS=1024,
         ITEM=ITEM_PICKS,
     )
-    _fill_kernel[grid](
+    start(
+        _fill_kernel,
+        grid,
         block_ids,
         *block_ids.stride(),
         request,
@@ -609,7 +619,9 @@ def _attend_chunk(
         "GROUP_ROWS": group_rows,
         "D": config.head_dim,
     }
-    _attend_items_kernel[(index.items.shape[1], index.heads_at_once)](
+    start(
+        _attend_items_kernel,
+        (index.items.shape[1], index.heads_at_once),
         launch.raw(q),
         *q.stride(),
         *launch.pool_arguments(cache),
@@ -638,7 +650,9 @@ def _attend_chunk(
         num_warps=4,
     )
     lse_arguments = (index.lse, 0, 0) if lse is None else (lse, *lse.stride())
-    _combine_kernel[(index.chunk_tokens, index.heads_at_once)](
+    start(
+        _combine_kernel,
+        (index.chunk_tokens, index.heads_at_once),
         partial_out,
         index.lse,
         plan.tiles(1).request,

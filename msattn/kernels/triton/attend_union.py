@@ -22,6 +22,7 @@ from ...cache import KVCache, Scale
 from ...config import MSAConfig
 from ...plan import Plan
 from . import launch
+from .recording import start, zero
 from .tiles import (
     BLOCK,
     NVFP4,
@@ -121,6 +122,15 @@ def _count_run(block_a, count_a, block_b, count_b):
 def _join_run(block_a, tokens_a, block_b, tokens_b):
     """Tokens of all elements so far that have the block of the last one."""
     return block_b, tl.where(block_a == block_b, tokens_a | tokens_b, tokens_b)
+
+
+@triton.jit
+def _own_page(block, slot, ids, slots, position, num_blocks, table_ptr, num_pages):
+    """Page of a row's block in one of its slots; -1 if it sees none, or an earlier slot has it."""
+    seen = (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
+    seen = seen & (tl.sum(((ids == block) & (slots < slot)).to(tl.int32), 0) == 0)
+    page = tl.load(table_ptr + block, mask=seen, other=-1)
+    return tl.where(page < num_pages, page, -1)
 
 
 @triton.jit
@@ -259,6 +269,7 @@ def _attend_kernel(
         own_ids = block_ids_ptr + first_row.to(tl.int64) * stride_ids_t + head * stride_ids_h
         ids = tl.load(own_ids + slots * stride_ids_k, mask=slots < num_slots, other=-1)
         own_position = seq_len - (end_row - first_row)
+        own_table = page_table_ptr + request * stride_table
 
     running_max = tl.full((ROWS,), float("-inf"), tl.float32)
     running_sum = tl.zeros((ROWS,), tl.float32)
@@ -268,24 +279,21 @@ def _attend_kernel(
     per_split = (count + SPLITS - 1) // SPLITS
     begin = split * per_split
     end = tl.minimum(begin + per_split, count)
-    # The bulk copy engine reads whole pages: not the one whose tail belongs to no token.
+    # The bulk copy engine reads whole tiles. A list's last page, whose tail belongs to no token, is
+    # left to the loads; a row's own ids are in any order, and the tile is moved.
     whole_end = begin
     if TMA:
         whole_end = end
-        if begin < end:
+        if not DIRECT and begin < end:
             last_block = tl.load(entries_ptr + group * max_list + end - 1) >> 16
             if (last_block + 1) * BLOCK > seq_len:
                 whole_end = end - 1
     for i in tl.range(whole_end, end, num_stages=TAIL_STAGES):
         if DIRECT:
             block = tl.load(own_ids + i * stride_ids_k)
-            seen = (block >= 0) & (block <= (own_position >> 7)) & (block < num_blocks)
-            # A duplicate of an earlier slot counts once.
-            seen = seen & (tl.sum(((ids == block) & (slots < i)).to(tl.int32), 0) == 0)
-            table = page_table_ptr + request * stride_table + block
-            page = tl.load(table, mask=seen, other=-1).to(tl.int64)
-            seen = seen & (page >= 0) & (page < num_pages)
-            page = tl.where(seen, page, 0)
+            page = _own_page(block, i, ids, slots, own_position, num_blocks, own_table, num_pages)
+            seen = page >= 0
+            page = tl.where(seen, page, 0).to(tl.int64)
             first_key = block * BLOCK
             num_keys = tl.where(seen, seq_len - first_key, 0)
             chosen = live & seen
@@ -318,17 +326,31 @@ def _attend_kernel(
 
     if TMA:
         for i in tl.range(begin, whole_end, num_stages=STAGES):
-            entry = tl.load(entries_ptr + group * max_list + i)
-            page = tl.load(pages_ptr + group * max_list + i)
-            first_key = (entry >> 16) * BLOCK
-            k = tl.reshape(k_desc.load([page, head, 0, 0]), (BLOCK, D))
+            first_token = 0
+            if DIRECT:
+                block = tl.load(own_ids + i * stride_ids_k)
+                page = _own_page(
+                    block, i, ids, slots, own_position, num_blocks, own_table, num_pages
+                )
+                chosen = live & (page >= 0)
+                # The tile ends with the sequence. What lies before the page, and all of page -1,
+                # the engine fills with zeros.
+                first_token = tl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+                first_key = block * BLOCK + first_token
+            else:
+                entry = tl.load(entries_ptr + group * max_list + i)
+                page = tl.load(pages_ptr + group * max_list + i)
+                chosen = live & (((entry >> token) & 1) != 0)
+                first_key = (entry >> 16) * BLOCK
+            k = tl.reshape(k_desc.load([page, head, first_token, 0]), (BLOCK, D))
             s = tl.dot(q, tl.trans(k))
-            chosen = live & (((entry >> token) & 1) != 0)
+            if DIRECT:
+                s = tl.where((n + first_token >= 0)[None, :], s, float("-inf"))
             last_key = tl.where(chosen, position - first_key, -1)
             p, rescale, running_max, running_sum = _softmax_step(
                 s, last_key, scale, running_max, running_sum
             )
-            v = tl.reshape(v_desc.load([page, head, 0, 0]), (BLOCK, D))
+            v = tl.reshape(v_desc.load([page, head, first_token, 0]), (BLOCK, D))
             acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None])
 
     arrived = SPLITS - 1
@@ -396,24 +418,29 @@ def choose(plan: Plan, slots: int) -> Config:
     A tile has at most ``TILE_ROWS`` rows, 8 tokens (more of them share too little), and 256 block
     ids. Lists are split while there are fewer programs than the GPU runs at a time.
     """
-    most_rows = TILE_ROWS if has_warpgroups(capability(plan.device)) else TILE_ROWS // 2
+    warpgroups = has_warpgroups(capability(plan.device))
+    most_rows = TILE_ROWS if warpgroups else TILE_ROWS // 2
     tokens, rows = _tile(plan.max_query_len, plan.config.group_size, slots, most_rows)
     programs = len(plan.tiles(tokens).request) * plan.config.num_kv_heads
     wanted = 2 * launch.num_processors(plan.device) // max(programs, 1)
     splits = min(16, launch.power_of_two_below(wanted), launch.power_of_two_below(slots))
-    # A warpgroup's product takes 64 rows; four single warps would spill with so many.
-    return Config(tokens, splits, 8 if rows > most_rows // 2 else 4)
+    # A warpgroup's product takes 64 rows; four single warps would spill with so many, and four that
+    # convert NVFP4 besides take a third longer than eight.
+    eight_warps = rows > most_rows // (4 if warpgroups and plan.kv_format.scale_group else 2)
+    return Config(tokens, splits, 8 if eight_warps else 4)
 
 
-def _choose_stages(cache: KVCache, config: MSAConfig, rows: int, *, tma: bool) -> int:
+def _choose_stages(cache: KVCache, config: MSAConfig, rows: int, *, tma: bool, direct: bool) -> int:
     """Pages under way: as many as fit into shared memory beside the queries, three at most.
 
-    Without bulk copies, registers hold what large tiles load: two.
+    Two where registers hold what large tiles load without bulk copies; and of bulk copies of
+    single tokens, so that three programs share a processor.
     """
     page = cache.format.bytes_per_page(config) // config.num_kv_heads
     queries = rows * config.head_dim * 2
     fit = (shared_memory(cache.device) - queries - _OTHER_SHARED_BYTES) // page + 1
-    return max(1, min(fit, 3 if tma or rows <= 64 else 2))
+    two = direct if tma else rows > 64
+    return max(1, min(fit, 2 if two else 3))
 
 
 @cached
@@ -427,6 +454,13 @@ def _tile(max_query_len: int, group_size: int, slots: int, most_rows: int) -> tu
         8,
     )
     return tokens, tokens * group_rows
+
+
+def _use_bulk_copies(cache: KVCache, *, direct: bool) -> bool:
+    """Pages come by the copy engine."""
+    return launch.has_bulk_copies(cache) and (
+        not direct or has_warpgroups(capability(cache.device))
+    )
 
 
 class Lists(NamedTuple):
@@ -447,9 +481,11 @@ def make_lists(
     entries, pages = plan.workspace("lists", (2, *groups, tokens * max(slots, 1)), torch.int32)
     counts = plan.workspace("list_counts", groups, torch.int32)
     overlap = plan.workspace("overlap", (2,), torch.int32)
-    overlap.zero_()
+    zero(overlap)
     padded = launch.power_of_two_above(slots)
-    _union_lists_kernel[groups](
+    start(
+        _union_lists_kernel,
+        groups,
         block_ids,
         *block_ids.stride(),
         *tiles,
@@ -501,12 +537,14 @@ def attend(
     partial_state = plan.workspace("partial_state", (2, parts, rows), torch.float32)
     arrivals = plan.workspace("arrivals", groups, torch.int32)
     lse_arguments = (q, 0, 0) if lse is None else (lse, *lse.stride())
-    tma = lists is not None and launch.has_bulk_copies(cache)
-    stages = _choose_stages(cache, msa, rows, tma=tma)
+    tma = _use_bulk_copies(cache, direct=lists is None)
+    stages = _choose_stages(cache, msa, rows, tma=tma, direct=lists is None)
     k_desc, v_desc = launch.pool_descriptors(cache) if tma else (None, None)
     # Not read without lists.
     entries, pages, counts, overlap = lists or (arrivals,) * 4
-    _attend_kernel[(*groups, config.splits)](
+    start(
+        _attend_kernel,
+        (*groups, config.splits),
         launch.raw(q),
         *q.stride(),
         *launch.pool_arguments(cache),

@@ -15,6 +15,7 @@ from ...config import BLOCK_SIZE
 from ...kv_format import KVFormat
 from ...plan import Plan
 from . import launch
+from .recording import start
 from .tiles import BLOCK, NVFP4, NVFP4_FACTOR, load_narrow_tile
 
 COPY_BYTES = 320 << 20
@@ -104,7 +105,9 @@ def dequantize(
     shape = (requests * blocks, *fmt.page_shape(config))
     scratch = plan.workspace("dequantized", shape, fmt.storage_dtype)
     table = plan.workspace("dequantized_table", (requests, blocks), torch.int32)
-    _dequantize_kernel[(blocks, requests, config.num_kv_heads)](
+    start(
+        _dequantize_kernel,
+        (blocks, requests, config.num_kv_heads),
         *launch.pool_arguments(cache),
         seq_lens_ptr=plan.seq_lens,
         page_table_ptr=plan.page_table,

@@ -23,7 +23,7 @@ import triton.language as tl
 from ...arch import capability, has_warpgroups
 from ...cache import IndexCache
 from ...plan import Plan
-from .launch import has_native_fp8, num_processors, raw
+from .launch import can_copy_in_bulk, has_native_fp8, num_processors, page_descriptor, raw
 from .selection import select_rows
 from .tiles import BLOCK, fp8_to_fp16, page_of_block
 
@@ -61,8 +61,8 @@ _WARP_MMA = {
     64: Constants(64, 4, 3, 1),
     128: Constants(128, 8, 3, 1),
 }
-WIDE_TILE = Constants(256, 8, 4, 1)
-"""Another form for long prompts on Hopper: half the reads of keys, one program on a processor."""
+_WIDE_TILE = Constants(256, 8, 4, 1)
+"""For long prompts with 16 bit keys: half the reads of keys, one program on a processor."""
 
 
 @triton.jit
@@ -98,6 +98,7 @@ def _index_scores_kernel(
     k_ptr,  # [pages, BLOCK, D], last stride 1
     stride_k_page,
     stride_k_token,
+    k_desc,  # the keys for the bulk copy engine, TMA only
     out_ptr,  # [Hi, rows from first_row on, num_blocks] fp32
     stride_out_head,
     stride_out_row,
@@ -119,6 +120,7 @@ def _index_scores_kernel(
     DTYPE: tl.constexpr,  # of the product's operands
     NATIVE_FP8: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # keys are the rows of the product, and queries its columns
+    TMA: tl.constexpr,
 ):
     """out[h, t, b] = max(q[t, h] . k[j] for the keys j of block b up to t's position)
 
@@ -168,7 +170,12 @@ def _index_scores_kernel(
     next_page = page_of_block(page_table_ptr, stride_table, request, begin, num_pages)
     for block in range(begin, end):
         page = next_page
-        k = tl.load(k_at + tl.maximum(page, 0) * stride_k_page)
+        if TMA:
+            k = tl.reshape(k_desc.load([tl.maximum(page, 0).to(tl.int32), 0, 0]), (BLOCK, DIM))
+            if not KEYS_FIRST:
+                k = tl.trans(k)
+        else:
+            k = tl.load(k_at + tl.maximum(page, 0) * stride_k_page)
         following = tl.minimum(block + 1, end - 1)
         next_page = page_of_block(page_table_ptr, stride_table, request, following, num_pages)
         k = _operand(k, DTYPE, NATIVE_FP8)
@@ -266,12 +273,15 @@ def score_rows(
     queries, keys = index_q, index.tensor
     if dtype != tl.float8e4nv:
         queries, keys = raw(queries), raw(keys)
+    warpgroups = has_warpgroups(capability(index_q.device))
+    tma = warpgroups and keys.dtype == index_q.dtype and can_copy_in_bulk(keys)
     _index_scores_kernel[(num_tiles, num_splits)](
         queries,
         *queries.stride(),
         keys,
         keys.stride(0),
         keys.stride(1),
+        page_descriptor(keys) if tma else None,
         out,
         *out.stride(),
         tiles.request,
@@ -291,6 +301,7 @@ def score_rows(
         DTYPE=dtype,
         NATIVE_FP8=has_native_fp8(index_q.device),
         KEYS_FIRST=constants.keys_first,
+        TMA=tma,
         num_warps=constants.num_warps,
         num_stages=choose_stages(constants.num_stages, key_bytes),
     )
@@ -319,7 +330,12 @@ def choose_constants(
     if key_bytes > 256:
         # Head dimensions above 128 and tf32: tiles made for fewer bytes would not fit.
         return _WARP_MMA[min(rows, 32)]
-    table = _WARPGROUP_MMA if has_warpgroups(compute_capability) else _WARP_MMA
+    if not has_warpgroups(compute_capability):
+        table = _WARP_MMA
+    elif rows >= _WIDE_TILE.rows and key_bytes > 128:
+        return _WIDE_TILE
+    else:
+        table = _WARPGROUP_MMA
     return table[min(rows, max(table))]
 
 

@@ -65,24 +65,32 @@ def num_processors(device: torch.device) -> int:
 
 def has_bulk_copies(cache: KVCache) -> bool:
     """Hopper's and later GPUs' copy engine can fetch the pool's pages as they are stored."""
-    if cache.format.is_fp8 or cache.format.scale_group:
+    scales = (cache.k_scale, cache.v_scale)
+    if any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
         return False
-    if isinstance(cache.k_scale, torch.Tensor) and cache.k_scale.dim() == 2:
+    if cache.format.is_fp8 or cache.format.scale_group:  # converted in registers: nothing is won
         return False
-    found = capability(cache.device)
-    if found is None or found < (9, 0) or cache.num_pages == 0:
+    return can_copy_in_bulk(cache.k) and can_copy_in_bulk(cache.v)
+
+
+def can_copy_in_bulk(pool: torch.Tensor) -> bool:
+    """The copy engine is there, and finds the pool's rows where it needs them."""
+    found = capability(pool.device)
+    size = pool.element_size()
+    if found is None or found < (9, 0) or not pool.numel() or pool.shape[-1] * size > 256:
         return False
-    sides = (cache.k, cache.v)
-    return all(
-        x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in sides
-    )
+    return pool.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in pool.stride()[:-1])
 
 
 def pool_descriptors(cache: KVCache) -> tuple[TensorDescriptor, TensorDescriptor]:
     """K and V for the copy engine; a block is one page of one head."""
-    block = [1, 1, *cache.k.shape[2:]]
-    k, v = (TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x in (cache.k, cache.v))
-    return k, v
+    return page_descriptor(cache.k), page_descriptor(cache.v)
+
+
+def page_descriptor(pool: torch.Tensor) -> TensorDescriptor:
+    """A pool for the copy engine: ``[tokens, elements]`` of its last two axes are a block."""
+    block = [*(1 for _ in pool.shape[:-2]), *pool.shape[-2:]]
+    return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), block)
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""Launches of a call, to be issued again without Triton's binder.
+
+Before each launch Triton looks at every argument, some 70 of attention, to find the compiled kernel
+that suits them. A call whose tensors have the dtypes, strides and alignment of an earlier call's,
+and all else in common with it, needs the same kernels with other addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+TRITON_VERSIONS = ("3.6.",)
+"""Whose compiled kernels are known to take all arguments of the source, in its order."""
+
+Step = tuple[Callable[..., object], list[object], list[tuple[int, int]]]
+"""What is called, with which arguments, and which of them are a call's own: (argument, tensor)."""
+
+
+def kind(x: torch.Tensor) -> tuple[object, ...]:
+    """All that a launch depends on in a tensor, but for its address: Triton asks for 16 bytes."""
+    return x.dtype, x.stride(), x.data_ptr() % 16
+
+
+class Recording:
+    """The launches of one call, in which ``own`` are the tensors that differ between calls."""
+
+    def __init__(self, own: Sequence[torch.Tensor]) -> None:
+        self._own = {x.data_ptr(): i for i, x in enumerate(own)}
+        self._steps: list[Step] = []
+        # A tensor is recognised by its address, so two may not share one.
+        self.complete = len(self._own) == len(own) and triton.__version__.startswith(
+            TRITON_VERSIONS
+        )
+
+    def add(self, call: Callable[..., object], arguments: list[object]) -> None:
+        own = [
+            (at, self._own[x.data_ptr()])
+            for at, x in enumerate(arguments)
+            if isinstance(x, torch.Tensor) and x.data_ptr() in self._own
+        ]
+        # What stays is kept alive here; what does not is not.
+        for at, _ in own:
+            arguments[at] = None
+        self._steps.append((call, arguments, own))
+
+    def replay(self, own: Sequence[torch.Tensor]) -> None:
+        """The same launches for other tensors of the same kinds, in the same order."""
+        for call, kept, places in self._steps:
+            arguments = kept.copy()
+            for at, which in places:
+                arguments[at] = own[which]
+            call(*arguments)
+
+
+_RECORDING: ContextVar[Recording | None] = ContextVar("msattn_recording", default=None)
+
+
+@contextmanager
+def record(own: Sequence[torch.Tensor]) -> Iterator[Recording]:
+    """Launches are recorded besides; the recording can be used if it is complete in the end."""
+    recording = Recording(own)
+    token = _RECORDING.set(recording)
+    try:
+        yield recording
+    finally:
+        _RECORDING.reset(token)
+
+
+def start(kernel: Any, grid: tuple[int, ...], /, *args: object, **kwargs: Any) -> None:
+    """``kernel[grid](*args, **kwargs)``, recorded if its call is."""
+    compiled = kernel[grid](*args, **kwargs)
+    recording = _RECORDING.get()
+    if recording is None or not recording.complete:
+        return
+    if not isinstance(compiled, CompiledKernel):  # the interpreter's, or Triton did not launch
+        recording.complete = False
+        return
+    names = kernel.arg_names
+    values = dict(zip(names, args, strict=False)) | kwargs
+    recording.add(compiled[(*grid, 1, 1)[:3]], [values[name] for name in names])
+
+
+def zero(x: torch.Tensor) -> None:
+    """``x.zero_()``, recorded if its call is."""
+    x.zero_()
+    recording = _RECORDING.get()
+    if recording is not None:
+        recording.add(x.zero_, [])
