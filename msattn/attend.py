@@ -138,7 +138,9 @@ def prepare_attend(
     result = out if lse is None else (out, lse)
     if not tokens:
         return nothing, result
-    problem = Problem("attend", device, config, cache.format, q.dtype, plan.num_blocks)
+    problem = Problem(
+        "attend", device, config, cache.format, q.dtype, plan.num_blocks, plan.query_len_class
+    )
     return prepare(impl, problem, q, cache, block_ids, plan, *scales, out, lse), result
 
 

@@ -15,6 +15,7 @@ from . import env
 from .arch import device_name
 from .checks import fail, one_of, require_type
 from .config import MSAConfig
+from .kernels.hopper.support import why_not as hopper_why_not
 from .kernels.triton.support import why_not as triton_why_not
 from .kv_format import KVFormat
 from .plan import Plan
@@ -43,6 +44,7 @@ class Problem(NamedTuple):
     kv_format: KVFormat | None = None  # format of the cache that the stage reads or writes
     query_dtype: torch.dtype | None = None
     num_blocks: int | None = None  # blocks of the longest request that the plan allows
+    max_query_len: int | None = None  # a power of two, at least every request's query tokens
     capability: tuple[int, int] | None = None  # of a GPU that is asked about; None = the device's
 
 
@@ -69,6 +71,10 @@ def _reference(module: str) -> Implementation:
     return Implementation("reference", f".reference.{module}", _reference_why_not)
 
 
+def _hopper(module: str) -> Implementation:
+    return Implementation("hopper", f".kernels.hopper.{module}", hopper_why_not)
+
+
 def _triton(module: str) -> Implementation:
     return Implementation("triton", f".kernels.triton.{module}", triton_why_not)
 
@@ -79,7 +85,7 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "index_scores": (_triton("indexer"), _reference("indexer")),
     "select_blocks": (_triton("selection"), _reference("selection")),
     "index_select": (_triton("indexer"), _reference("indexer")),
-    "attend": (_triton("attend"), _reference("attend")),
+    "attend": (_hopper("attend"), _triton("attend"), _reference("attend")),
     "merge_states": (_triton("combine"), _reference("combine")),
 }
 """The implementations of each stage; a new one is a new row here, and no caller changes."""
@@ -171,6 +177,7 @@ def why_not(
         None if kv_format is None else KVFormat.parse(kv_format),
         query_dtype,
         None if plan is None else plan.num_blocks,
+        None if plan is None else plan.query_len_class,
     )
     if impl != "auto":
         return reasons_against(impl, problem)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 
-def _read_int(name: str, default: int) -> int:
+def read_int(name: str, default: int) -> int:
+    """The number that variable ``name`` holds."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
@@ -18,7 +19,7 @@ IMPL: str = os.environ.get("MSATTN_IMPL", "auto")
 LOG: bool = os.environ.get("MSATTN_LOG", "0") == "1"
 """``MSATTN_LOG=1`` (default 0): one line on stderr for each choice of an implementation, once."""
 
-DECODE_MIN_BATCH: int = _read_int("MSATTN_DECODE_MIN_BATCH", 1)
+DECODE_MIN_BATCH: int = read_int("MSATTN_DECODE_MIN_BATCH", 1)
 """``MSATTN_DECODE_MIN_BATCH`` (default 1): decode requests from which serving plans the tensor-core
 decode; smaller batches take the Triton one."""
 

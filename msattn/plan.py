@@ -64,6 +64,11 @@ class Plan:
         return min(-(-self.max_seq_len // BLOCK_SIZE), self.page_table.shape[1])
 
     @property
+    def query_len_class(self) -> int:
+        """The power of two at or above ``max_query_len``: what a choice of kernels depends on."""
+        return 1 << (max(self.max_query_len, 1) - 1).bit_length()
+
+    @property
     def device(self) -> torch.device:
         return self.seq_lens.device
 

@@ -232,7 +232,7 @@ PROBLEMS = {
     "index_scores": Problem("index_scores", CPU, CONFIG, FP16, BF16, num_blocks=1),
     "select_blocks": Problem("select_blocks", CPU, CONFIG, num_blocks=1),
     "index_select": Problem("index_select", CPU, CONFIG, FP16, BF16, num_blocks=1),
-    "attend": Problem("attend", CPU, CONFIG, FP8, BF16, num_blocks=1),
+    "attend": Problem("attend", CPU, CONFIG, FP8, BF16, num_blocks=1, max_query_len=2),
     "merge_states": Problem("merge_states", CPU),
 }
 
@@ -256,8 +256,8 @@ def test_why_not_asks_the_same(install: Callable[..., Fake]) -> None:
     meta, nvfp4 = torch.device("meta"), msattn.KV_FORMATS["nvfp4"]
     assert fake.problems == [
         Problem("attend", CPU),
-        Problem("attend", meta, CONFIG, FP8, num_blocks=1),
-        Problem("attend", CPU, other, nvfp4, num_blocks=1),
+        Problem("attend", meta, CONFIG, FP8, num_blocks=1, max_query_len=1),
+        Problem("attend", CPU, other, nvfp4, num_blocks=1, max_query_len=1),
         Problem("attend", torch.device("cuda:1"), None, None, torch.float16),
     ]
 

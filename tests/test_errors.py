@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import msattn
-from msattn import Batch, IndexCache, KVCache, KVFormat, MSAConfig, make_plan, why_not
+from msattn import Batch, IndexCache, KVCache, KVFormat, MSAConfig, env, make_plan, why_not
 
 CONFIG = MSAConfig(num_q_heads=4, num_kv_heads=2, num_index_heads=2, topk=4)
 PAGES, TOKENS, BLOCKS = 3, 3, 2
@@ -1019,6 +1019,28 @@ OPERATORS = [
     )
 ]
 
+
+def variable(value: str) -> Callable[[World], object]:
+    """A number is read from the environment."""
+
+    def call(world: World) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MSATTN_DECODE_MIN_BATCH", value)
+            return env.read_int("MSATTN_DECODE_MIN_BATCH", 1)
+
+    return call
+
+
+VARIABLES = [
+    case(
+        "env",
+        variable(value),
+        ValueError,
+        f"MSATTN_DECODE_MIN_BATCH: expected an int >= 0, got {value!r}",
+    )
+    for value in ("-1", "many", "")
+]
+
 CASES = [
     *tensor_cases(),
     *object_cases(),
@@ -1033,6 +1055,7 @@ CASES = [
     *DISPATCH,
     *WARMUPS,
     *OPERATORS,
+    *VARIABLES,
 ]
 
 

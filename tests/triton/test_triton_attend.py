@@ -219,9 +219,34 @@ def test_the_overlap_decides(device: torch.device) -> None:
     other = torch.arange(64, dtype=torch.int32, device=device).view(64, 1, 1).expand(64, 2, 1)
     for ids, entries in ((same, 64 // 8 * 2), (other, 64 * 2)):
         plan = inputs.plan()
-        lists = attend_union.make_lists(ids, inputs.cache, plan.page_table, plan, 8)
+        lists = attend_union.make_lists(ids, inputs.cache, plan.page_table, plan, 8, 8)
         assert lists.overlap.tolist() == [entries, 128]
     assert 64 // 8 * 2 * 8 <= 128 * tiles.PICK_COST.value < 64 * 2 * 8
+
+
+def test_lists_of_tiles_in_parts(device: torch.device) -> None:
+    """12 tokens, 4 of them multiplied together: an entry counts for each part that chose it."""
+    case = Case("parts", (13, 0, 3), (2000, 5, 131), make_config(topk=4))
+    inputs = make(case, device=device)
+    ids = make_block_ids(inputs, hostile=False)
+    plan = inputs.plan()
+    lists = attend_union.make_lists(ids, inputs.cache, plan.page_table, plan, 12, 4)
+    tiles = [(0, 0, 13, 2000), (0, 12, 13, 2000), (2, 13, 16, 131)]
+    assert [tuple(row) for row in lists.tiles.tolist() if row[0] >= 0] == tiles
+    multiplied = picks = 0
+    for tile, (request, first, end, _) in enumerate(tiles):
+        for head in range(2):
+            rows = ids[first : min(first + 12, end), head].tolist()
+            chosen = sorted({block for row in rows for block in row if block >= 0})
+            count = int(lists.counts[tile, head])
+            entries = lists.entries[tile, head, :count].tolist()
+            sets = [sum(1 << t for t, row in enumerate(rows) if b in row) for b in chosen]
+            assert entries == [b << 16 | s for b, s in zip(chosen, sets, strict=True)]
+            pages = plan.page_table[request, chosen].tolist()
+            assert lists.pages[tile, head, :count].tolist() == pages
+            multiplied += sum((s >> part & 15) != 0 for s in sets for part in (0, 4, 8))
+            picks += sum(block >= 0 for row in rows for block in row)
+    assert lists.overlap.tolist() == [multiplied, picks]
 
 
 def test_blocks_beyond_the_bound_are_refused(device: torch.device) -> None:

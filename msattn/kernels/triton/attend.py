@@ -66,7 +66,9 @@ def _attend(
     if dequantize.pays(cache, plan):
         cache, page_table = dequantize.dequantize(cache, plan, q.dtype)
         partial_bytes = min(PARTIAL_BYTES, SCRATCH_BYTES - cache.k.nbytes - cache.v.nbytes)
-    lists = attend_union.make_lists(block_ids, cache, page_table, plan, config.tokens)
+    lists = attend_union.make_lists(
+        block_ids, cache, page_table, plan, config.tokens, config.tokens
+    )
     may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
     attend_union.attend(
         q, cache, page_table, block_ids, plan, config, lists, *rest, may_yield=may_yield

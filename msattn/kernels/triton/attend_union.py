@@ -58,12 +58,15 @@ def _union_lists_kernel(
     entries_ptr,  # [tiles, Hkv, TOKENS * K] int32: block << 16 | tokens
     pages_ptr,  # [tiles, Hkv, TOKENS * K] int32
     counts_ptr,  # [tiles, Hkv] int32
-    overlap_ptr,  # [2] int32, zeros: entries and picks of all lists
+    tiles_ptr,  # [tiles, 4] int32: request, first row, end of the request's rows, KV length
+    overlap_ptr,  # [2] int32, zeros: entries of all lists, once for each part, and picks
     num_blocks,
     num_pages,
     num_slots,
     max_list,
-    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,  # tokens of a tile
+    PART: tl.constexpr,  # tokens that are multiplied together; a tile has some parts
+    TOKENS: tl.constexpr,  # of a tile, rounded up to a power of two
     SLOTS: tl.constexpr,  # K rounded up to a power of two
 ):
     """list = sorted(union of the visible, mapped blocks of a tile's tokens)
@@ -74,12 +77,18 @@ def _union_lists_kernel(
     num_heads = tl.num_programs(1)
     request = tl.load(tile_request_ptr + tile)
     out = tile.to(tl.int64) * num_heads + head
-    if request < 0:
+    first_row = tl.load(tile_row_ptr + tile)
+    used = request >= 0
+    end_row = tl.load(cu_seqlens_ptr + request + 1, mask=used, other=0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=used, other=0)
+    if head == 0:
+        tl.store(tiles_ptr + tile * 4, request)
+        tl.store(tiles_ptr + tile * 4 + 1, first_row)
+        tl.store(tiles_ptr + tile * 4 + 2, end_row)
+        tl.store(tiles_ptr + tile * 4 + 3, seq_len)
+    if not used:
         tl.store(counts_ptr + out, 0)
         return
-    first_row = tl.load(tile_row_ptr + tile)
-    end_row = tl.load(cu_seqlens_ptr + request + 1)
-    seq_len = tl.load(seq_lens_ptr + request)
 
     item = tl.arange(0, TOKENS * SLOTS)
     token, slot = item // SLOTS, item % SLOTS
@@ -87,7 +96,7 @@ def _union_lists_kernel(
     position = seq_len - (end_row - row)
     block = tl.load(
         block_ids_ptr + row.to(tl.int64) * stride_ids_t + head * stride_ids_h + slot * stride_ids_k,
-        mask=(row < end_row) & (slot < num_slots),
+        mask=(row < end_row) & (token < TILE) & (slot < num_slots),
         other=-1,
     )
     # An arithmetic shift: position -1 sees blocks up to -1, which is none.
@@ -108,7 +117,11 @@ def _union_lists_kernel(
     tl.store(pages_ptr + out * max_list + at, page, mask=first)
     count = tl.sum(first.to(tl.int32), 0)
     tl.store(counts_ptr + out, count)
-    tl.atomic_add(overlap_ptr, count, sem="relaxed")
+    multiplied = 0
+    for part in tl.static_range(TILE // PART):
+        chosen = ((tokens >> (part * PART)) & ((1 << PART) - 1)) != 0
+        multiplied += tl.sum((first & chosen).to(tl.int32), 0)
+    tl.atomic_add(overlap_ptr, multiplied, sem="relaxed")
     tl.atomic_add(overlap_ptr + 1, tl.sum(listed.to(tl.int32), 0), sem="relaxed")
 
 
@@ -469,20 +482,27 @@ class Lists(NamedTuple):
     entries: torch.Tensor  # [tiles, Hkv, tokens * K] int32: block << 16 | set of tokens
     pages: torch.Tensor  # [tiles, Hkv, tokens * K] int32
     counts: torch.Tensor  # [tiles, Hkv] int32
-    overlap: torch.Tensor  # [2] int32: entries and picks of all lists
+    tiles: torch.Tensor  # [tiles, 4] int32: request, first row, end of its rows, KV length
+    overlap: torch.Tensor  # [2] int32: entries of all lists, once for each part, and picks
 
 
 def make_lists(
-    block_ids: torch.Tensor, cache: KVCache, page_table: torch.Tensor, plan: Plan, tokens: int
+    block_ids: torch.Tensor,
+    cache: KVCache,
+    page_table: torch.Tensor,
+    plan: Plan,
+    tokens: int,
+    part: int,
 ) -> Lists:
-    """The lists of tiles of ``tokens`` tokens."""
+    """The lists of tiles of ``tokens`` tokens, of which ``part`` are multiplied together."""
     tiles, slots = plan.tiles(tokens), block_ids.shape[2]
     groups = (len(tiles.request), plan.config.num_kv_heads)
     entries, pages = plan.workspace("lists", (2, *groups, tokens * max(slots, 1)), torch.int32)
     counts = plan.workspace("list_counts", groups, torch.int32)
+    facts = plan.workspace("list_tiles", (groups[0], 4), torch.int32)
     overlap = plan.workspace("overlap", (2,), torch.int32)
     zero(overlap)
-    padded = launch.power_of_two_above(slots)
+    padded, padded_tokens = launch.power_of_two_above(slots), launch.power_of_two_above(tokens)
     start(
         _union_lists_kernel,
         groups,
@@ -496,17 +516,20 @@ def make_lists(
         entries,
         pages,
         counts,
+        facts,
         overlap,
         num_blocks=plan.num_blocks,
         num_pages=cache.num_pages,
         num_slots=slots,
         max_list=entries.shape[2],
-        TOKENS=tokens,
+        TILE=tokens,
+        PART=part,
+        TOKENS=padded_tokens,
         SLOTS=padded,
         # One warp sorts by shuffles alone; more would meet at barriers.
-        num_warps=max(1, tokens * padded // 256),
+        num_warps=max(1, padded_tokens * padded // 256),
     )
-    return Lists(entries, pages, counts, overlap)
+    return Lists(entries, pages, counts, facts, overlap)
 
 
 def attend(
@@ -541,7 +564,7 @@ def attend(
     stages = _choose_stages(cache, msa, rows, tma=tma, direct=lists is None)
     k_desc, v_desc = launch.pool_descriptors(cache) if tma else (None, None)
     # Not read without lists.
-    entries, pages, counts, overlap = lists or (arrivals,) * 4
+    entries, pages, counts, _, overlap = lists or (arrivals,) * 5
     start(
         _attend_kernel,
         (*groups, config.splits),

@@ -1,4 +1,4 @@
-"""A decode plan's lengths and pages, refreshed in one launch before a captured graph is replayed."""
+"""A decode plan's lengths and pages, refreshed in one launch before a graph is replayed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,151 @@
+"""The Hopper kernels against the oracle on hostile steps, and against their twins on large ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_layer import DEVICE, capture
+
+import msattn
+from msattn.testing.cases import CASES, LAYOUTS, M3, Case, make_config
+from msattn.testing.compare import (
+    assert_attention,
+    assert_bitwise_equal,
+    assert_close,
+    assert_lse,
+    expected_attention,
+)
+from msattn.testing.make import Inputs, make, make_block_ids
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+PREFILL = Case("prefill", (130, 70, 1, 0, 3), (900, 70, 640, 5, 131), make_config(16, 2, topk=4))
+
+
+@pytest.fixture(autouse=True)
+def on_hopper() -> None:
+    reasons = msattn.why_not("attend", impl="hopper", device=DEVICE)
+    if reasons:
+        pytest.skip(reasons[0])
+
+
+def run(
+    inputs: Inputs, ids: torch.Tensor, *, softmax_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels themselves: the choice refuses steps of few query tokens."""
+    from msattn.kernels.hopper.attend import attend
+
+    out = inputs.new_out()
+    lse = torch.full(out.shape[:2], torch.nan, device=out.device)
+    scale = 128**-0.5 if softmax_scale is None else softmax_scale
+    q_scale = 1.0 if inputs.q_scale is None else inputs.q_scale
+    before = out.clone()
+    attend(inputs.q, inputs.cache, ids, inputs.plan(), scale, q_scale, out, lse)
+    tokens = inputs.case.num_tokens
+    assert_bitwise_equal("spare rows", out[tokens:], before[tokens:])
+    return out, lse
+
+
+@pytest.mark.parametrize("name", [c.name for c in CASES.values() if c.num_tokens])
+def test_every_case(name: str) -> None:
+    inputs = make(CASES[name], device=DEVICE)
+    for hostile in (True, False):
+        ids = make_block_ids(inputs, hostile=hostile)
+        out, lse = run(inputs, ids)
+        assert_attention(inputs, ids, out, lse)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("query", ["model", "e4m3"])
+def test_formats_and_queries(kv_format: str, query: str) -> None:
+    dtype = torch.float16 if kv_format == "fp16" else torch.bfloat16
+    dtype = torch.float8_e4m3fn if query == "e4m3" else dtype
+    inputs = make(PREFILL, kv_format=kv_format, query_dtype=dtype, scales="0d", device=DEVICE)
+    ids = make_block_ids(inputs)
+    out, lse = run(inputs, ids)
+    assert_attention(inputs, ids, out, lse)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    inputs = make(PREFILL, layout=LAYOUTS[layout], scales="float", device=DEVICE)
+    ids = make_block_ids(inputs)
+    out, lse = run(inputs, ids)
+    assert_attention(inputs, ids, out, lse)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
+def test_groups(group: int) -> None:
+    config = make_config(group, 2 if group < 32 else 1, topk=4)
+    case = Case("groups", (77, 20), (700, 20), config)
+    inputs = make(case, device=DEVICE)
+    ids = make_block_ids(inputs)
+    out, lse = run(inputs, ids)
+    assert_attention(inputs, ids, out, lse)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.3, -0.1, 0.0])
+def test_softmax_scales(softmax_scale: float) -> None:
+    inputs = make(PREFILL, device=DEVICE)
+    ids = make_block_ids(inputs)
+    out, lse = run(inputs, ids, softmax_scale=softmax_scale)
+    truth, truth_lse = expected_attention(inputs, ids, softmax_scale)
+    tokens = inputs.case.num_tokens
+    reference = msattn.attend(
+        inputs.q, inputs.cache, ids, inputs.plan(), softmax_scale=softmax_scale, impl="reference"
+    )
+    assert_close("out", out[:tokens], truth, baseline=reference[:tokens])
+    assert_lse("lse", lse[:tokens], truth_lse)
+
+
+def large(kv_format: str, *, shared: bool) -> tuple[Inputs, torch.Tensor]:
+    """4,096 tokens after 60K: neighbours choose the same blocks, or any."""
+    case = Case("large", (3000, 1096), (65536 + 77, 4000), M3)
+    inputs = make(case, kv_format=kv_format, device=DEVICE)
+    ids = msattn.index_select(inputs.index_q, inputs.index, inputs.plan(), impl="triton")
+    if shared:
+        ids = ids[torch.arange(len(ids), device=DEVICE) // 64 * 64]
+    return inputs, ids.contiguous()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
+def test_a_large_step_is_the_twin_s(kv_format: str, shared: bool) -> None:
+    inputs, ids = large(kv_format, shared=shared)
+    states = [
+        msattn.attend(inputs.q, inputs.cache, ids, inputs.plan(), return_lse=True, impl=impl)
+        for impl in ("hopper", "triton", "hopper")
+    ]
+    (out, lse), (twin, twin_lse), (again, lse_again) = states
+    error = (out.float() - twin.float()).norm() / twin.float().norm()
+    assert float(error) < 4e-3 and not out.isnan().any()
+    assert torch.allclose(lse, twin_lse, atol=1e-3)
+    assert_bitwise_equal("out", again, out)
+    assert_bitwise_equal("lse", lse_again, lse)
+
+
+def test_a_graph_is_replayed_for_another_step() -> None:
+    config = make_config(16, 2, topk=4)
+    first = make(Case("first", (200, 3), (2000, 1000), config), device=DEVICE)
+    plan, out = first.plan(), first.new_out()
+    q, ids = first.q.clone(), make_block_ids(first)
+
+    def launch() -> None:
+        msattn.attend(q, first.cache, ids, plan, out=out, impl="hopper")
+
+    replay = capture(launch)
+    replay()
+    assert_attention(first, ids, out)
+    second = make(Case("second", (100, 103), (901, 300), config), device=DEVICE)
+    assert isinstance(first.cache.tensor, torch.Tensor)
+    assert isinstance(second.cache.tensor, torch.Tensor)
+    pages = len(second.cache.tensor)
+    first.cache.tensor.fill_(torch.nan)
+    first.cache.tensor[:pages].copy_(second.cache.tensor)
+    q.copy_(second.q)
+    ids.copy_(make_block_ids(second))
+    plan.update(second.batch)
+    out.fill_(torch.nan)
+    replay()
+    assert_attention(second, ids, out)
