@@ -7,6 +7,7 @@ import torch
 from gpu_layer import DEVICE, capture
 
 import msattn
+from msattn import env
 from msattn.testing.cases import CASES, LAYOUTS, M3, Case, make_config
 from msattn.testing.compare import (
     assert_attention,
@@ -24,7 +25,8 @@ PREFILL = Case("prefill", (130, 70, 1, 0, 3), (900, 70, 640, 5, 131), make_confi
 
 
 @pytest.fixture(autouse=True)
-def on_hopper() -> None:
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "HOPPER", True)
     reasons = msattn.why_not("attend", impl="hopper", device=DEVICE)
     if reasons:
         pytest.skip(reasons[0])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ... import env
 from ...arch import capability
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 def why_not(problem: Problem) -> list[str]:
     """Reasons against serving ``problem`` on Hopper."""
     reasons = _device_reasons(problem.device, problem.capability)
+    if not env.HOPPER:
+        reasons.append("is experimental: MSATTN_HOPPER=1 switches it on")
     config, fmt, dtype = problem.config, problem.kv_format, problem.query_dtype
     if config is not None and config.head_dim != HEAD_DIM:
         reasons.append(f"head_dim={config.head_dim}; tiles have {HEAD_DIM} columns")
