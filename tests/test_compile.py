@@ -3,7 +3,8 @@
 A build runs in a process of its own, as ``python tests/test_compile.py NAME``: there kernels are
 compiled ones, whereas the tests may have the interpreter's. It prints what each target's assembler
 made of it. Builds are written down or, of attention, are what its launches ask for: their constants
-depend on the GPU.
+depend on the GPU. Hopper's kernels are in Gluon, which ends the process where it compiles them for
+another GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,18 @@ ATTEND_STEPS = {
 }
 ATTEND_SPILLS = {"prefill": 8, "long": 152, "verify": 232, "decode": 0}
 """Bytes that are known to spill where tiles take all registers; nothing else may, and not more."""
+
+HOPPER_STEPS = [
+    *((kv_format, group) for kv_format in ("bf16", "fp16") for group in (1, 4, 8, 16, 64)),
+    ("fp8_e4m3", 16),
+]
+HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 16}
+"""Bytes that a program keeps in local memory."""
+HOPPER_LOOP_SPILLS = {("_union_kernel", 8): 12}
+"""Uses of them in a loop of 16 products, where a token has so many rows; elsewhere there are none.
+
+With 8 rows, a thread has rows of two tokens, and masks them apart.
+"""
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,90 @@ def test_attend_compiles_and_fits(kv_format: str, step: str) -> None:
         assert entry["dynamic_shared"] <= SHARED_KIB[entry["capability"]] << 10, entry
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(("kv_format", "group"), HOPPER_STEPS)
+def test_hopper_attend_compiles(kv_format: str, group: int) -> None:
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, "hopper", kv_format, str(group)],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+    # A tile would have more gaps than rows of one or two query heads.
+    kernels = {"_union_kernel"} | ({"_attend_tiles_kernel"} if group > 2 else set())
+    assert {name for name, entry in launches.items() if entry["wgmma"]} >= kernels
+    for name, entry in launches.items():
+        assert entry["stack"] <= HOPPER_SPILLS.get(name, 0 if name in kernels else 152), entry
+        assert entry["local"] == 0, entry
+        assert entry["dynamic_shared"] <= SHARED_KIB[90] << 10, entry
+        assert entry["scratch"] < 512 << 20, entry
+        assert not entry["warnings"], entry
+    for name in kernels:
+        kind = "f16" if kv_format == "fp16" else "bf16"
+        assert launches[name]["wgmma"] == f"m64n128k16.f32.{kind}.{kind}", launches[name]
+        loops = launches[name]["loops"]
+        assert len(loops) == 3, "one for each consumer"
+        known = HOPPER_LOOP_SPILLS.get((name, max(8, group)), 0)
+        for loop in loops:
+            assert loop["products"] == 16 and loop["local"] <= known, loop
+
+
+def compile_hopper_and_print(kv_format: str, group: int) -> None:
+    """One line of JSON for each kernel that ``attend`` launches on Hopper."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import msattn
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    launched: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        launched[kernel.__name__] = run(kernel, *args, **{**kwargs, "warmup": True})
+
+    JITFunction.run = compile_only
+    driver.set_active(Driver())
+    from msattn.kernels.hopper import attend
+    from msattn.kernels.triton import attend_union, launch
+
+    for module in (launch, attend_union):
+        module.capability = lambda device: (9, 0)
+    launch.num_processors = lambda device: 132
+    config = msattn.MSAConfig(64, 64 // group, 64 // group)
+    table = torch.zeros(1, 160, dtype=torch.int32)
+    plan = msattn.make_plan(msattn.Batch.from_lists([200], [2000], table), config, kv_format)
+    dtype = torch.float16 if kv_format == "fp16" else torch.bfloat16
+    q = torch.zeros(200, config.num_q_heads, config.head_dim, dtype=dtype)
+    ids = torch.zeros(200, config.num_kv_heads, config.topk, dtype=torch.int32)
+    cache = msattn.KVCache.allocate(1, config, kv_format)
+    attend.attend(q, cache, ids, plan, 0.1, 1.0, torch.zeros_like(q), torch.zeros(q.shape[:2]))
+    scratch = sum(tensor.nbytes for tensor in plan._workspaces.values())
+    for name, compiled in launched.items():
+        usage = resources(compiled.asm["cubin"])
+        usage["dynamic_shared"] = compiled.metadata.shared
+        wgmma = re.findall(r"wgmma.mma_async.sync.aligned.(\S+)", compiled.asm["ptx"])
+        facts = {"kernel": name, "wgmma": " ".join({*wgmma}), "scratch": scratch, **usage}
+        facts["warnings"] = assembler_warnings(compiled.asm["ptx"])
+        facts["loops"] = product_loops(compiled.asm["cubin"]) if wgmma else []
+        print(json.dumps(facts))
+
+
 def compile_attend_and_print(kv_format: str, step: str) -> None:
     """One line of JSON for each kernel that ``attend`` launches for M3 on each target."""
     import torch
@@ -319,23 +416,66 @@ def compile_and_print(build: Build) -> None:
 
 def resources(cubin: bytes) -> dict[str, int]:
     """What the assembler says that a kernel takes."""
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = disassemble(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
     assert found, text
     names = ("registers", "stack", "shared", "local")
     return dict(zip(names, map(int, found.groups()), strict=True))
 
 
+def product_loops(cubin: bytes) -> list[dict[str, int]]:
+    """Of each 16 products of a warpgroup: the loop around them, and its uses of local memory."""
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", disassemble(cubin, "-sass"), re.M)
+    code = {int(address, 16): text for address, text in lines}
+    products = [address for address, text in code.items() if "GMMA" in text]
+    jumps = [
+        (int(target[1], 16), address)
+        for address, text in code.items()
+        if (target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))
+    ]
+    loops = []
+    for i in range(0, len(products), 16):
+        around = [
+            (first, last)
+            for first, last in jumps
+            if first <= products[i] and products[i : i + 16][-1] <= last
+        ]
+        first, last = min(around, key=lambda loop: loop[1] - loop[0])
+        body = [text for address, text in code.items() if first <= address <= last]
+        counts = {key: sum(key in text for text in body) for key in ("GMMA", "LDL", "STL")}
+        local = counts["LDL"] + counts["STL"]
+        loops.append({"products": counts["GMMA"], "local": local, "instructions": len(body)})
+    return loops
+
+
+def assembler_warnings(ptx: str) -> list[str]:
+    """What the assembler says of products that wait for one another (C75xx), and the like."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line for line in done.stderr.splitlines() if re.search("C75|erializ|arning", line)]
+
+
+def disassemble(cubin: bytes, option: str) -> str:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         compile_and_print(BUILDS[sys.argv[1]])
+    elif sys.argv[1] == "hopper":
+        compile_hopper_and_print(sys.argv[2], int(sys.argv[3]))
     else:
         compile_attend_and_print(*sys.argv[1:])

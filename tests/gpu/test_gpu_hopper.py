@@ -1,10 +1,13 @@
-"""The Hopper kernels against the oracle on hostile steps, and against their twins on large ones."""
+"""The Hopper kernels against the oracle on hostile steps, and against their twins on large ones.
+
+Each test runs union tiles and KV-major, whatever the selection would have chosen.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from gpu_layer import DEVICE, capture
+from gpu_layer import DEVICE, assert_equals_reference, capture
 
 import msattn
 from msattn import env
@@ -30,6 +33,19 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = msattn.why_not("attend", impl="hopper", device=DEVICE)
     if reasons:
         pytest.skip(reasons[0])
+
+
+@pytest.fixture(params=["union", "kv_major"], autouse=True)
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The only one that runs, where there is anything to see; KV-major in chunks of few tokens."""
+    from msattn.kernels.hopper import attend_kv_major, attend_union
+    from msattn.kernels.triton import attend as twin
+
+    name: str = request.param
+    monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if name == "kv_major" else 0.0)
+    monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
+    monkeypatch.setattr(twin, "PARTIAL_BYTES", 1 << 20)
+    return name
 
 
 def run(
@@ -87,6 +103,15 @@ def test_groups(group: int) -> None:
     assert_attention(inputs, ids, out, lse)
 
 
+@pytest.mark.parametrize("slots", [1, 7, 16])
+def test_ids_of_any_width(slots: int) -> None:
+    inputs = make(PREFILL, device=DEVICE)
+    shape = (inputs.case.num_rows, 2, slots)
+    ids = torch.randint(-2, 9, shape, dtype=torch.int32).to(DEVICE)
+    out, lse = run(inputs, ids)
+    assert_attention(inputs, ids, out, lse)
+
+
 @pytest.mark.parametrize("softmax_scale", [0.3, -0.1, 0.0])
 def test_softmax_scales(softmax_scale: float) -> None:
     inputs = make(PREFILL, device=DEVICE)
@@ -101,6 +126,26 @@ def test_softmax_scales(softmax_scale: float) -> None:
     assert_lse("lse", lse[:tokens], truth_lse)
 
 
+@pytest.mark.parametrize("partial_bytes", [1 << 20, 8 << 20, 280 << 20])
+def test_a_block_that_every_token_chose(
+    partial_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the work of many programs, beside blocks of one tile; one head at once, and both."""
+    from msattn.kernels.triton import attend as twin
+
+    monkeypatch.setattr(twin, "PARTIAL_BYTES", partial_bytes)
+    case = Case("hot", (600, 300), (9000, 300), make_config(16, 2, topk=4))
+    inputs = make(case, device=DEVICE)
+    ids = msattn.index_select(inputs.index_q, inputs.index, inputs.plan(), impl="triton")
+    hot = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
+    ids[:, :, 0] = torch.where((ids == hot[:, None]).any(2), ids[:, :, 0], hot)
+    out, lse = run(inputs, ids)
+    assert_equals_reference(inputs.q, inputs.cache, ids, inputs.plan(), out, lse)
+    again, lse_again = run(inputs, ids)
+    assert_bitwise_equal("out", again, out)
+    assert_bitwise_equal("lse", lse_again, lse)
+
+
 def large(kv_format: str, *, shared: bool) -> tuple[Inputs, torch.Tensor]:
     """4,096 tokens after 60K: neighbours choose the same blocks, or any."""
     case = Case("large", (3000, 1096), (65536 + 77, 4000), M3)
@@ -113,16 +158,21 @@ def large(kv_format: str, *, shared: bool) -> tuple[Inputs, torch.Tensor]:
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
-def test_a_large_step_is_the_twin_s(kv_format: str, shared: bool) -> None:
+def test_a_large_step_is_the_twin_s(
+    kv_format: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from msattn.kernels.triton import attend as twin
+
+    monkeypatch.setattr(twin, "PARTIAL_BYTES", 64 << 20)
     inputs, ids = large(kv_format, shared=shared)
     states = [
         msattn.attend(inputs.q, inputs.cache, ids, inputs.plan(), return_lse=True, impl=impl)
         for impl in ("hopper", "triton", "hopper")
     ]
-    (out, lse), (twin, twin_lse), (again, lse_again) = states
-    error = (out.float() - twin.float()).norm() / twin.float().norm()
+    (out, lse), (other, other_lse), (again, lse_again) = states
+    error = (out.float() - other.float()).norm() / other.float().norm()
     assert float(error) < 4e-3 and not out.isnan().any()
-    assert torch.allclose(lse, twin_lse, atol=1e-3)
+    assert torch.allclose(lse, other_lse, atol=1e-3)
     assert_bitwise_equal("out", again, out)
     assert_bitwise_equal("lse", lse_again, lse)
 

@@ -1,7 +1,8 @@
-"""Stage 4 on Hopper, for prefill: union tiles in Gluon; KV-major, and narrow pools, as the twin.
+"""Stage 4 on Hopper, for prefill, in Gluon: union tiles, and KV-major where tokens share little.
 
 The twin, ``kernels/triton/attend.py``, serves pools whose pages the copy engine cannot read: those
-with a factor for each slot, and narrow ones that are too large to be converted once.
+with a factor for each slot, and narrow ones that are too large to be converted once. Its KV-major
+schedule serves models of few query heads for each KV head.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from ..triton import attend as twin
-from ..triton import attend_kv_major, attend_union, dequantize
+from ..triton import attend_kv_major as twin_kv_major
+from ..triton import attend_union, dequantize
+from . import attend_kv_major as kv_major
 from . import attend_union as union
 
 
@@ -36,19 +39,16 @@ def attend(
     if tile is None or not union.can_read(pool):
         twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
+    queries = q.to(pool.format.storage_dtype).contiguous()
+    tails = union.make_tails(pool, plan) if has_tails else None
     lists = attend_union.make_lists(block_ids, pool, page_table, plan, tile.tokens, tile.each)
-    may_yield = attend_kv_major.can_serve(plan, slots)
+    may_yield = twin_kv_major.can_serve(plan, slots)
     rest = (softmax_scale, q_scale, out, lse)
-    union.attend(q, pool, plan, tile, lists, *rest, may_yield=may_yield, has_tails=has_tails)
-    if may_yield:
-        attend_kv_major.attend(
-            q,
-            pool,
-            page_table,
-            block_ids,
-            plan,
-            *rest,
-            lists.overlap,
-            tile.cost,
-            partial_bytes=partial_bytes,
-        )
+    union.attend(queries, pool, plan, tile, lists, *rest, may_yield=may_yield, tails=tails)
+    if not may_yield:
+        return
+    picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
+    if kv_major.can_serve(plan, slots):
+        kv_major.attend(queries, *picks, tails=tails, partial_bytes=partial_bytes)
+    else:
+        twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)

@@ -41,12 +41,12 @@ LN2 = gl.constexpr(0.6931471805599453)
 PAGES = 5
 """Pages of K or V in the ring, 32 KiB each: with the queries, all of the shared memory."""
 ROW_COST = 0.74
-"""A row of these tiles against one of the twin's; KV-major, which is the twin's, costs the same."""
+"""A row of these tiles against one of the twin's, where KV-major costs what the twin's does."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 160, 24
 
 
 @gluon.jit
-def _load_page(
+def load_page(
     desc, tails, row, column, tail_row, is_tail, barrier, slot, HAS_TAILS: gl.constexpr
 ):  # fmt: skip
     mbarrier.expect(barrier, BLOCK * D * 2)
@@ -126,14 +126,14 @@ def _load_pages(
                 is_tail = (block + 1) * BLOCK > seq_len
                 k_slot = step % NUM_PAGES
                 mbarrier.wait(empty.index(k_slot), ((step // NUM_PAGES) & 1) ^ 1)
-                _load_page(
+                load_page(
                     k_desc, k_tails, row, column, tail_row, is_tail,
                     full.index(k_slot), ring.index(k_slot), HAS_TAILS,
                 )  # fmt: skip
                 v_step = step + 1
                 v_slot = v_step % NUM_PAGES
                 mbarrier.wait(empty.index(v_slot), ((v_step // NUM_PAGES) & 1) ^ 1)
-                _load_page(
+                load_page(
                     v_desc, v_tails, row, column, tail_row, is_tail,
                     full.index(v_slot), ring.index(v_slot), HAS_TAILS,
                 )  # fmt: skip
@@ -270,14 +270,14 @@ def _attend_rows(
 
 
 @gluon.jit
-def _shares_little(overlap_ptr, COST: gl.constexpr):
-    """As the twin's ``shares_little``, of consumers in place of tiles."""
+def yields(overlap_ptr, COST: gl.constexpr):
+    """To KV-major: the twin's ``shares_little``, of consumers in place of tiles."""
     entries, picks = gl.load(overlap_ptr), gl.load(overlap_ptr + 1)
     return entries.to(gl.float32) * COST > picks.to(gl.float32) * PICK_COST
 
 
 @gluon.jit
-def _load_factor(factor, ON_DEVICE: gl.constexpr):
+def load_factor(factor, ON_DEVICE: gl.constexpr):
     if ON_DEVICE:
         return gl.load(factor)
     else:
@@ -326,7 +326,7 @@ def _union_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """out = softmax(scale * q K^T) V over the listed blocks of each row; programs take tiles."""
-    if MAY_YIELD and _shares_little(overlap_ptr, COST):
+    if MAY_YIELD and yields(overlap_ptr, COST):
         return
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ring = gl.allocate_shared_memory(DTYPE, [NUM_PAGES, BLOCK, D], lines)
@@ -343,9 +343,9 @@ def _union_kernel(
     mbarrier.init(q_empty, count=CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
-    scale = softmax_scale_log2 * _load_factor(q_scale, Q_SCALE_ON_DEVICE)
-    scale *= _load_factor(k_scale, K_SCALE_ON_DEVICE)
-    out_scale = 1.0 * _load_factor(v_scale, V_SCALE_ON_DEVICE)
+    scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
+    scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
+    out_scale = 1.0 * load_factor(v_scale, V_SCALE_ON_DEVICE)
     # fmt: off
     gl.warp_specialize(
         [
@@ -432,6 +432,13 @@ class Tile(NamedTuple):
         return self.each * ROW_COST
 
 
+class Tails(NamedTuple):
+    """Each request's last page as the copy engine sees it, zeros behind its last token."""
+
+    k: TensorDescriptor
+    v: TensorDescriptor
+
+
 class Area(NamedTuple):
     """One side of a pool as the copy engine sees it, and where its pages lie."""
 
@@ -453,10 +460,10 @@ def choose(plan: Plan, slots: int) -> Tile | None:
 
 def can_read(cache: KVCache) -> bool:
     """The copy engine can fetch the pool's pages as they lie."""
-    return launch.has_bulk_copies(cache) and None not in (_area(cache.k), _area(cache.v))
+    return launch.has_bulk_copies(cache) and None not in (area(cache.k), area(cache.v))
 
 
-def _area(side: torch.Tensor) -> Area | None:
+def area(side: torch.Tensor) -> Area | None:
     """``[pages, Hkv, 128, 128]`` as rows of one stride: heads are among them, or side by side."""
     page, head, token, _ = side.stride()
     pages, heads = side.shape[:2]
@@ -483,19 +490,16 @@ def attend(
     lse: torch.Tensor | None,
     *,
     may_yield: bool,
-    has_tails: bool,
+    tails: Tails | None,
 ) -> None:
     """:func:`msattn.attend` over the lists; nothing where they yield to the other schedule."""
     config, dtype = plan.config, cache.format.storage_dtype
     queries = q.to(dtype).contiguous()
     own_out, own_lse = out.contiguous(), None if lse is None else lse.contiguous()
-    k_area, v_area = _area(cache.k), _area(cache.v)
+    k_area, v_area = area(cache.k), area(cache.v)
     assert k_area is not None and v_area is not None and k_area[1:] == v_area[1:]
-    k_desc, v_desc = (
-        _descriptor(side, area.shape, side.stride(2), (BLOCK.value, D.value))
-        for side, area in ((cache.k, k_area), (cache.v, v_area))
-    )
-    k_tails, v_tails = _make_tails(cache, plan) if has_tails else (k_desc, v_desc)
+    k_desc, v_desc = pages_descriptor(cache.k), pages_descriptor(cache.v)
+    k_tails, v_tails = tails or (k_desc, v_desc)
     rows = (queries.shape[0] * config.num_q_heads, D.value)
     num_tiles, num_heads = lists.counts.shape
     grid = (min(launch.num_processors(q.device), num_tiles * num_heads),)
@@ -504,7 +508,7 @@ def attend(
         v_desc,
         k_tails,
         v_tails,
-        _descriptor(queries, rows, D.value, (tile.group_rows, HALF.value)),
+        descriptor(queries, rows, D.value, (tile.group_rows, HALF.value)),
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
         **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
@@ -528,7 +532,7 @@ def attend(
         GROUP_ROWS=tile.group_rows,
         NUM_PAGES=PAGES,
         DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
-        HAS_TAILS=has_tails,
+        HAS_TAILS=tails is not None,
         HAS_LSE=own_lse is not None,
         MAY_YIELD=may_yield,
         COST=tile.cost,
@@ -542,8 +546,8 @@ def attend(
         lse.copy_(own_lse)
 
 
-def _make_tails(cache: KVCache, plan: Plan) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Copies of each request's last page, K and V, zeros behind the last token."""
+def make_tails(cache: KVCache, plan: Plan) -> Tails:
+    """Copies of each request's last page, for pools with anything behind the last token."""
     requests, heads = plan.num_requests, plan.config.num_kv_heads
     shape = (2, requests * heads * BLOCK.value, D.value)
     tails = plan.workspace("tails", shape, cache.format.storage_dtype)
@@ -559,11 +563,18 @@ def _make_tails(cache: KVCache, plan: Plan) -> tuple[TensorDescriptor, TensorDes
         WIDTH=D.value,
         num_warps=8,
     )
-    k, v = (_descriptor(side, shape[1:], D.value, (BLOCK.value, D.value)) for side in tails)
-    return k, v
+    k, v = (descriptor(side, shape[1:], D.value, (BLOCK.value, D.value)) for side in tails)
+    return Tails(k, v)
 
 
-def _descriptor(
+def pages_descriptor(side: torch.Tensor) -> TensorDescriptor:
+    """A side of a pool; a page of one head is a box."""
+    found = area(side)
+    assert found is not None
+    return descriptor(side, found.shape, side.stride(2), (BLOCK.value, D.value))
+
+
+def descriptor(
     x: torch.Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]
 ) -> TensorDescriptor:
     """``x`` as rows of ``stride`` elements, for boxes in lines of 128 bytes, swizzled."""

@@ -45,6 +45,8 @@ MAX_SLOTS = 1 << SLOT_BITS.value
 MAX_TOKENS = 1 << 23
 TILE_ROWS = 64
 """Query rows of a tile: what one warpgroup's registers hold beside a page."""
+SEEN_WHOLE = tl.constexpr(1 << 30)
+"""Limit of an item whose picks see all of its block."""
 MAX_ROWS = 1 << 20
 """Rows of the reverse index: with more, to zero and scan it would cost as much as to attend."""
 
@@ -119,20 +121,18 @@ def _count_kernel(
         tl.store(lse_ptr + out * GROUP + member, float("-inf"), mask=no_pick)
 
 
-@triton.jit(do_not_specialize=["rows_per_head", "max_items"])
-def _items_kernel(
+@triton.jit(do_not_specialize=["rows_per_head"])
+def _starts_kernel(
     counts_ptr,  # [chunks * Hkv, R * B] int32
-    starts_ptr,  # [chunks * Hkv, R * B] int32: a row's first entry
+    starts_ptr,  # [chunks * Hkv, R * B, 2] int32: a row's first entry and first item
     totals_ptr,  # [chunks * Hkv, 2] int32, zeros: entries, items
-    items_ptr,  # [chunks * Hkv, max_items, 3] int32: row, first entry, picks
     overlap_ptr,
     rows_per_head,
-    max_items,
     UNION_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """starts = entries before a row; items = its picks in pieces of ITEM; a program: ROWS rows."""
+    """starts = entries, and items of ITEM of them, before a row; one program: ROWS rows."""
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     group = tl.program_id(1)
@@ -144,13 +144,8 @@ def _items_kernel(
     first_item = tl.atomic_add(totals_ptr + group * 2 + 1, tl.sum(items, 0), sem="relaxed")
     entry = first_entry + tl.cumsum(count, 0) - count
     item = first_item + tl.cumsum(items, 0) - items
-    tl.store(starts_ptr + at, entry, mask=row < rows_per_head)
-    for i in range(tl.max(items, 0)):
-        more = i < items
-        out = items_ptr + (group.to(tl.int64) * max_items + item + i) * 3
-        tl.store(out, row, mask=more)
-        tl.store(out + 1, entry + i * ITEM, mask=more)
-        tl.store(out + 2, tl.minimum(count - i * ITEM, ITEM), mask=more)
+    tl.store(starts_ptr + at * 2, entry, mask=row < rows_per_head)
+    tl.store(starts_ptr + at * 2 + 1, item, mask=row < rows_per_head)
 
 
 @triton.jit(
@@ -161,6 +156,7 @@ def _items_kernel(
         "num_slots",
         "chunk_tokens",
         "max_entries",
+        "max_items",
     ]
 )
 def _fill_kernel(
@@ -169,9 +165,13 @@ def _fill_kernel(
     stride_ids_h,
     stride_ids_k,
     row_request_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    counts_ptr,
     ranks_ptr,
     starts_ptr,
     entries_ptr,  # [chunks * Hkv, max_entries] int32: token << SLOT_BITS | slot
+    items_ptr,  # [chunks * Hkv, max_items, 4] int32: row of counts, first entry, picks, limit
     overlap_ptr,
     num_rows,
     num_requests,
@@ -179,11 +179,17 @@ def _fill_kernel(
     num_slots,
     chunk_tokens,
     max_entries,
+    max_items,
     UNION_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
-    """entries[start of the block + rank] = pick; one program: TOKENS tokens of a head."""
+    """entries[start of the block + rank] = pick; every ITEM picks of a block are an item.
+
+    A pick sees the keys of its block up to its token + the item's limit. One program: TOKENS tokens
+    of a head.
+    """
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     head, num_heads = tl.program_id(1), tl.num_programs(1)
@@ -197,9 +203,28 @@ def _fill_kernel(
     block = tl.load(ids + slot[None, :] * stride_ids_k, mask=rank >= 0, other=0)
     group = (row // chunk_tokens) * num_heads + head
     csr_row = ((group * num_requests + request) * num_blocks)[:, None] + block
-    start = tl.load(starts_ptr + csr_row, mask=rank >= 0, other=0)
+    picked = rank >= 0
+    start = tl.load(starts_ptr + csr_row * 2, mask=picked, other=0)
     out = entries_ptr + group.to(tl.int64)[:, None] * max_entries + start + rank
-    tl.store(out, (row[:, None] << SLOT_BITS) | slot[None, :], mask=rank >= 0)
+    tl.store(out, (row[:, None] << SLOT_BITS) | slot[None, :], mask=picked)
+
+    # The pick at which an item begins writes it.
+    begins = picked & (rank % ITEM == 0)
+    item = tl.load(starts_ptr + csr_row * 2 + 1, mask=begins, other=0) + rank // ITEM
+    count = tl.load(counts_ptr + csr_row, mask=begins, other=0)
+    owned = request >= 0
+    first_row = tl.load(cu_seqlens_ptr + request, mask=owned, other=0)
+    end_row = tl.load(cu_seqlens_ptr + request + 1, mask=owned, other=0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=owned, other=0)
+    # Tokens of the step stand from here on: only their own blocks are seen in part.
+    first_position = seq_len - (end_row - first_row)
+    in_part = (block + 1) * BLOCK > first_position[:, None] + 1
+    limit = tl.where(in_part, (seq_len - end_row)[:, None] - block * BLOCK, SEEN_WHOLE)
+    out = items_ptr + (group.to(tl.int64)[:, None] * max_items + item) * 4
+    tl.store(out, (request * num_blocks)[:, None] + block, mask=begins)
+    tl.store(out + 1, start + rank, mask=begins)
+    tl.store(out + 2, tl.minimum(count - rank, ITEM), mask=begins)
+    tl.store(out + 3, limit, mask=begins)
 
 
 @triton.jit(
@@ -233,7 +258,6 @@ def _attend_items_kernel(
     stride_k_scale,
     stride_v_scale,
     softmax_scale_log2,
-    cu_seqlens_ptr,
     seq_lens_ptr,
     page_table_ptr,
     stride_table,
@@ -281,16 +305,12 @@ def _attend_items_kernel(
     partial_out_ptr += tl.program_id(1) * max_entries.to(tl.int64) * GROUP * D
     if tl.program_id(0) >= tl.load(totals_ptr + group * 2 + 1):
         return
-    item = items_ptr + (group.to(tl.int64) * max_items + tl.program_id(0)) * 3
+    item = items_ptr + (group.to(tl.int64) * max_items + tl.program_id(0)) * 4
     csr_row, begin, picks = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    limit = tl.load(item + 3)
     request, block = csr_row // num_blocks, csr_row % num_blocks
     page = tl.load(page_table_ptr + request * stride_table + block).to(tl.int64)
-    end_row = tl.load(cu_seqlens_ptr + request + 1)
-    seq_len = tl.load(seq_lens_ptr + request)
-    num_keys = seq_len - block * BLOCK
-    # Tokens of the step stand from here on: only their own blocks are seen in part.
-    first_position = seq_len - (end_row - tl.load(cu_seqlens_ptr + request))
-    in_part = (block + 1) * BLOCK > first_position + 1
+    num_keys = tl.load(seq_lens_ptr + request) - block * BLOCK
 
     k_base = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
     v_base = v_ptr + page * stride_v_page + head.to(tl.int64) * stride_v_head
@@ -336,9 +356,8 @@ def _attend_items_kernel(
         if K_SCALE_PER_SLOT:
             s *= key_scale[None, :]
         # Every pick sees the first key of its block: no row is empty.
-        if in_part:
-            last_key = seq_len - (end_row - row) - block * BLOCK
-            s = tl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+        if limit < SEEN_WHOLE:
+            s = tl.where(n[None, :] <= (row + limit)[:, None], s, float("-inf"))
         maximum = tl.max(s, 1) * scale
         p = tl.exp2(s * scale - maximum[:, None])
         total = tl.sum(p, 1)
@@ -438,7 +457,7 @@ class ReverseIndex:
     num_chunks: int
     heads_at_once: int
     lse: torch.Tensor  # [T, Hkv, K, GROUP] fp32: -inf where there is no pick
-    items: torch.Tensor  # [chunks * Hkv, max_items, 3] int32
+    items: torch.Tensor  # [chunks * Hkv, max_items, 4] int32
     entries: torch.Tensor  # [chunks * Hkv, chunk_tokens * K] int32
     totals: torch.Tensor  # [chunks * Hkv, 2] int32
 
@@ -469,7 +488,9 @@ def attend(
     Partial outputs take ``partial_bytes`` at most, if those of one token do.
     """
     choice = {"overlap_ptr": overlap, "UNION_TOKENS": union_tokens}
-    index = _reverse_index(block_ids, cache, page_table, plan, partial_bytes, choice)
+    index = reverse_index(
+        block_ids, cache, page_table, plan, partial_bytes, choice, item_picks=ITEM_PICKS
+    )
     for chunk in range(index.num_chunks):
         for head in range(0, plan.config.num_kv_heads, index.heads_at_once):
             _attend_chunk(
@@ -488,14 +509,17 @@ def attend(
             )
 
 
-def _reverse_index(
+def reverse_index(
     block_ids: torch.Tensor,
     cache: KVCache,
     page_table: torch.Tensor,
     plan: Plan,
     partial_bytes: int,
     choice: dict[str, object],
+    *,
+    item_picks: int,
 ) -> ReverseIndex:
+    """The picks of every block in items of at most ``item_picks``, one block's side by side."""
     config, slots = plan.config, block_ids.shape[2]
     rows, heads = plan.max_rows, config.num_kv_heads
     token_bytes = slots * config.group_size * (2 * config.head_dim + 4)
@@ -504,17 +528,17 @@ def _reverse_index(
     room = partial_bytes // max(1, chunk_tokens * token_bytes)
     heads_at_once = next(n for n in range(heads, 0, -1) if heads % n == 0 and n <= max(room, 1))
     groups, blocks = num_chunks * heads, plan.num_requests * plan.num_blocks
-    max_items = chunk_tokens * slots // ITEM_PICKS + min(blocks, chunk_tokens * slots)
+    max_items = chunk_tokens * slots // item_picks + min(blocks, chunk_tokens * slots)
 
     def workspace(name: str, *shape: int) -> torch.Tensor:
         return plan.workspace(f"kv_major_{name}", shape, torch.int32)
 
-    counts, starts = workspace("counts", groups, blocks), workspace("starts", groups, blocks)
+    counts, starts = workspace("counts", groups, blocks), workspace("starts", groups, blocks, 2)
     totals = workspace("totals", groups, 2)
     ranks = workspace("ranks", rows, heads, slots)
     lse = plan.workspace("kv_major_lse", (rows, heads, slots, config.group_size), torch.float32)
     items, entries = (
-        workspace("items", groups, max_items, 3),
+        workspace("items", groups, max_items, 4),
         workspace("entries", groups, chunk_tokens * slots),
     )
     zero(counts)
@@ -551,17 +575,15 @@ def _reverse_index(
         GROUP=config.group_size,
     )
     start(
-        _items_kernel,
+        _starts_kernel,
         (triton.cdiv(blocks, 1024), groups),
         counts,
         starts,
         totals,
-        items,
         rows_per_head=blocks,
-        max_items=max_items,
         **choice,
         ROWS=1024,
-        ITEM=ITEM_PICKS,
+        ITEM=item_picks,
     )
     start(
         _fill_kernel,
@@ -569,14 +591,20 @@ def _reverse_index(
         block_ids,
         *block_ids.stride(),
         request,
+        plan.cu_seqlens_q,
+        plan.seq_lens,
+        counts,
         ranks,
         starts,
         entries,
+        items,
         max_entries=entries.shape[1],
+        max_items=max_items,
         **choice,
         **bounds,
         TOKENS=tokens,
         SLOTS=padded,
+        ITEM=item_picks,
     )
     return ReverseIndex(chunk_tokens, num_chunks, heads_at_once, lse, items, entries, totals)
 
@@ -629,7 +657,6 @@ def _attend_chunk(
         **launch.scale_arguments("k_scale", cache.k_scale),
         **launch.scale_arguments("v_scale", cache.v_scale),
         **launch.softmax_arguments(softmax_scale),
-        cu_seqlens_ptr=plan.cu_seqlens_q,
         seq_lens_ptr=plan.seq_lens,
         page_table_ptr=page_table,
         stride_table=page_table.stride(0),
