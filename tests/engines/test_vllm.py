@@ -474,7 +474,9 @@ def choose(
             if name.endswith("family")
             else (lambda self, answer=answer: answer),
         )
-    monkeypatch.setattr("msattn.kernels.triton.support.capability", lambda device: capability)
+    for kernels in ("triton", "hopper"):
+        name = f"msattn.kernels.{kernels}.support.capability"
+        monkeypatch.setattr(name, lambda device: capability)
     return select.select_main_backend_and_impl_cls(
         topk_blocks=16, kv_cache_dtype=cache_dtype, num_kv_heads=4
     )
