@@ -24,6 +24,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     for stem in ("store", "indexer", "selection", "attend", "combine", "refresh"):
         import_module(f"msattn.kernels.triton.{stem}")
+    import_module("msattn.kernels.hopper.attend")  # one of its kernels is Triton's
     del os.environ["TRITON_INTERPRET"]
 
 

@@ -1,0 +1,545 @@
+"""Gluon for Hopper, run by Python on torch's tensors: what ``TRITON_INTERPRET`` is to Triton.
+
+:func:`emulate` lets kernels of a module run as they are written. Modelled are
+
+- partitions of ``warp_specialize`` at their own speeds, copies that arrive late and in any order
+  (:mod:`gluon_machine`), barriers with their arrivals, bytes and parities;
+- shared memory: NaN at first, and again from the start of a copy to its end;
+- asynchronous products: operands must be the same at the wait as at the start;
+- global memory: loads and stores outside of a tensor's elements are faults, and so are two lanes
+  of a store at one address;
+- boxes outside of a descriptor's shape, which are zeros there;
+- arithmetic in int32 and int64 as Gluon promotes them; an overflow of int32 is a fault.
+
+NOT modelled are performance, warps and lanes, registers and their layouts (a layout is nothing
+here, a conversion changes nothing), the size and the swizzle of shared memory, the memory model
+(fences and the proxies of the copy engine: what is stored is seen), programs at the same time, and
+what the compiler refuses or gets wrong. Counters of loops that are numbers in Python stay so.
+
+Anything of Gluon that the kernels do not use raises :class:`NotImplementedError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gluon_machine import Barrier, Fault, Machine
+from triton.experimental.gluon import language as real_gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia import hopper as real_hopper
+from triton.experimental.gluon.nvidia import hopper as real_host
+
+INT32 = torch.iinfo(torch.int32)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, seed: int) -> Machine:
+    """Until the end of the test, the kernels of the modules run here. Returns what runs them."""
+    machine = Machine(seed)
+    hopper = Hopper(machine)
+    replaced = {
+        id(real_gl): Gluon(machine),
+        id(real_host.TensorDescriptor): TensorDescriptor,
+        **{id(getattr(real_hopper, name)): getattr(hopper, name) for name in Hopper.NAMES},
+    }
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, GluonJITFunction):
+                monkeypatch.setattr(module, name, Function(value.fn, machine))
+            elif id(value) in replaced:
+                monkeypatch.setattr(module, name, replaced[id(value)])
+            elif _origin(value).startswith("triton.experimental.gluon."):
+                raise NotImplementedError(f"{name} of {_origin(value)}, in {module.__name__}")
+    return machine
+
+
+def _origin(value: object) -> str:
+    """The module that a value is, or was defined in."""
+    attribute = "__name__" if isinstance(value, ModuleType) else "__module__"
+    return str(getattr(value, attribute, ""))
+
+
+class Function:
+    """A function under ``gluon.jit``: called by another one, or launched on a grid."""
+
+    def __init__(self, function: Callable[..., Any], machine: Machine) -> None:
+        self.function, self.machine = function, machine
+        self.signature = inspect.signature(function)
+
+    def __str__(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.function(*arguments, **named)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **named: Any) -> None:
+        values = self.signature.bind(*arguments, **named).arguments
+        for name, parameter in self.signature.parameters.items():
+            if "constexpr" not in str(parameter.annotation):
+                values[name] = _argument(values[name])
+        programs = list(itertools.product(*(range(size) for size in grid)))
+        self.machine.random.shuffle(programs)
+        self.machine.kernel, self.machine.grid = str(self), grid
+        for program in programs:
+            self.machine.program = program
+            self.function(**values)
+
+
+def _argument(x: Any) -> Any:
+    """An argument of a launch, as the kernel sees it."""
+    if isinstance(x, TensorDescriptor):
+        return x
+    if isinstance(x, torch.Tensor):
+        return Pointer(_elements(x))
+    if isinstance(x, int | float):
+        return Value(_tensor(x))
+    raise NotImplementedError(f"arguments of {type(x).__name__}")
+
+
+def _elements(x: torch.Tensor) -> torch.Tensor:
+    """All memory from a tensor's first element to its last, as one axis."""
+    size = 0
+    if x.numel():
+        size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((size,), (1,), x.storage_offset())
+
+
+class Value:
+    """A number or a tile in registers; its operators are set below the class."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def to(self, dtype: torch.dtype) -> Value:
+        return Value(self.data.to(dtype))
+
+    def __getitem__(self, index: Any) -> Value:
+        return Value(self.data[index])
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __repr__(self) -> str:
+        return f"Value({self.data})"
+
+
+def _plain(x: Any) -> Any:
+    """What a constant of Gluon holds."""
+    while isinstance(x, real_gl.constexpr):
+        x = x.value
+    return x
+
+
+def _sizes(shape: Sequence[Any]) -> list[int]:
+    return [int(_plain(size)) for size in shape]
+
+
+def _tensor(x: Any, other: Any = None) -> torch.Tensor:
+    """An operand; a number in Python is of the other operand's kind where that can hold it."""
+    x, other = _plain(x), _plain(other)
+    if isinstance(x, Value):
+        return x.data
+    if isinstance(x, bool):
+        return torch.tensor(x)
+    if isinstance(other, Value) and other.dtype.is_floating_point:
+        return torch.tensor(x, dtype=other.dtype)
+    if isinstance(x, float):
+        return torch.tensor(x, dtype=torch.float32)
+    fits = INT32.min <= x <= INT32.max
+    return torch.tensor(x, dtype=torch.int32 if fits else torch.int64)
+
+
+def _operands(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the dtype of the result; torch's own rule gives numbers less weight than tiles."""
+    x, y = _tensor(a, b), _tensor(b, a)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
+
+
+def _compute(function: Callable[..., torch.Tensor], a: Any, b: Any) -> Value:
+    x, y = _operands(a, b)
+    if x.dtype != torch.int32:
+        return Value(function(x, y))
+    exact = function(x.long(), y.long())
+    if exact.dtype != torch.int64:
+        return Value(exact)
+    result = exact.int()
+    if not torch.equal(result, exact):
+        raise Fault(f"an overflow of int32: {int(exact.min())} to {int(exact.max())}")
+    return Value(result)
+
+
+OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(operator, f"__{name}__") for name in ("add", "sub", "mul", "truediv")},
+    **{name: getattr(operator, f"__{name}__") for name in ("and", "or", "lshift", "rshift")},
+    **{name: getattr(operator, f"__{name}__") for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    # Towards zero, where Python rounds down.
+    "floordiv": partial(torch.div, rounding_mode="trunc"),
+    "mod": torch.fmod,
+}
+
+
+def _set_operator(name: str, function: Callable[..., torch.Tensor]) -> None:
+    def forward(self: Value, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Pointer) else _compute(function, self, other)
+
+    def reflected(self: Value, other: Any) -> Value:
+        return _compute(function, other, self)
+
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", reflected)
+
+
+for _name, _function in OPERATORS.items():
+    _set_operator(_name, _function)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, memory: torch.Tensor, offsets: torch.Tensor | None = None) -> None:
+        self.memory = memory
+        self.offsets = torch.tensor(0) if offsets is None else offsets
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + _tensor(other).long())
+
+    __radd__ = __add__
+
+    def select(self, mask: Any, access: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mask, and the offsets where it is set, which must be of the tensor's elements."""
+        mask = torch.tensor(True) if mask is None else _tensor(mask)
+        offsets, mask = torch.broadcast_tensors(self.offsets, mask)
+        chosen = offsets[mask]
+        outside = (chosen < 0) | (chosen >= self.memory.numel())
+        if outside.any():
+            first, size = int(chosen[outside][0]), self.memory.numel()
+            raise Fault(f"a {access} out of bounds: element {first} of {size}")
+        return mask, chosen
+
+
+class SharedMemory:
+    """A tile, or a ring of tiles, that partitions and copies share."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def index(self, i: Any) -> SharedMemory:
+        return SharedMemory(self.data[_place(i, len(self.data))])
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> SharedMemory:
+        start, length = _sizes((start, length))
+        _place(start + length - 1, self.data.shape[dim])
+        return SharedMemory(self.data.narrow(dim, start, length))
+
+    def permute(self, order: Sequence[int]) -> SharedMemory:
+        return SharedMemory(self.data.permute(*order))
+
+    def bits(self) -> torch.Tensor:
+        """To compare: NaN is not NaN."""
+        return self.data.view(torch.int16)
+
+
+class Barriers:
+    """A ring of barriers."""
+
+    def __init__(self, count: int) -> None:
+        self.members = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.members[_place(i, len(self.members))]
+
+
+def _place(i: Any, size: int) -> int:
+    place = int(_plain(i))
+    if not 0 <= place < size:
+        raise Fault(f"shared memory out of bounds: {place} of {size}")
+    return place
+
+
+class TensorDescriptor:
+    """Rows of a tensor as the copy engine reads them."""
+
+    def __init__(
+        self,
+        base: torch.Tensor,
+        shape: list[int],
+        strides: list[int],
+        block_shape: list[int],
+        layout: None,
+    ) -> None:
+        size = base.element_size()
+        if base.data_ptr() % 16 or strides[0] * size % 16 or strides[1] != 1:
+            raise Fault(f"the copy engine reads no rows with strides {strides} of {size} bytes")
+        if max(block_shape) > 256:
+            raise Fault(f"the copy engine has no boxes of {block_shape}")
+        end = base.storage_offset() + (shape[0] - 1) * strides[0] + shape[1]
+        if end * size > base.untyped_storage().nbytes():
+            raise Fault(f"a descriptor of {shape} ends behind its tensor's memory")
+        self.rows = base.as_strided(shape, strides, base.storage_offset())
+        self.block_shape = block_shape
+
+    def read(self, row: int, column: int) -> torch.Tensor:
+        """The box at that place; what it has outside of the shape is zero."""
+        box = torch.zeros(self.block_shape, dtype=self.rows.dtype)
+        (rows, to_rows), (columns, to_columns) = (
+            _overlap(start, box.shape[axis], self.rows.shape[axis])
+            for axis, start in enumerate((row, column))
+        )
+        box[to_rows, to_columns] = self.rows[rows, columns]
+        return box
+
+
+def _overlap(start: int, length: int, size: int) -> tuple[slice, slice]:
+    """What of a box along one axis is inside: of ``0`` to ``size``, and of the box."""
+    first = min(max(start, 0), size)
+    last = max(min(start + length, size), first)
+    return slice(first, last), slice(first - start, last - start)
+
+
+class Product:
+    """Asynchronous products into one accumulator, with their operands as they were at the start."""
+
+    def __init__(self, accumulator: torch.Tensor) -> None:
+        self.accumulator = accumulator
+        self.operands: list[tuple[SharedMemory, torch.Tensor]] = []
+
+    def add(self, a: Value | SharedMemory, b: SharedMemory) -> None:
+        if a.dtype != b.dtype:
+            raise Fault(f"a product of {a.dtype} and {b.dtype}")
+        self.accumulator = self.accumulator + a.data.float() @ b.data.float()
+        shared = (x for x in (a, b) if isinstance(x, SharedMemory))
+        self.operands += ((x, x.bits().clone()) for x in shared)
+
+    def finish(self) -> Value:
+        for operand, bits in self.operands:
+            if not torch.equal(operand.bits(), bits):
+                raise Fault("an operand changed while its product was in flight")
+        return Value(self.accumulator)
+
+
+class _Namespace:
+    """Names of Gluon; one that is not there raises an error that says so."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"{name} of {type(self).__name__}, in {__name__}")
+
+
+class MBarrier(_Namespace):
+    """``mbarrier``"""
+
+    def MBarrierLayout(self) -> type[Barrier]:
+        return Barrier
+
+    def init(self, barrier: Barrier, *, count: int) -> None:
+        barrier.init(count)
+
+    def expect(self, barrier: Barrier, size: Any) -> None:
+        self.machine.may_pause()
+        barrier.expect(int(_plain(size)))
+
+    def arrive(self, barrier: Barrier, *, count: int) -> None:
+        self.machine.may_pause()
+        barrier.arrive(count)
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        self.machine.wait(barrier, int(_plain(phase)))
+
+
+class TMA(_Namespace):
+    """``tma``"""
+
+    def async_copy_global_to_shared(
+        self,
+        descriptor: TensorDescriptor,
+        place: Sequence[Any],
+        barrier: Barrier,
+        target: SharedMemory,
+    ) -> None:
+        if list(target.data.shape) != descriptor.block_shape:
+            raise Fault(f"a box of {descriptor.block_shape} into {list(target.data.shape)}")
+        read = partial(descriptor.read, *_sizes(place))
+        self.machine.start_copy(read, target.data, barrier)
+
+
+class Hopper(_Namespace):
+    """``triton.experimental.gluon.language.nvidia.hopper``"""
+
+    NAMES = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.mbarrier, self.tma = MBarrier(machine), TMA(machine)
+
+    def fence_async_shared(self) -> None:
+        """Stores to shared memory are seen at once."""
+
+    def warpgroup_mma(
+        self,
+        a: Value | SharedMemory,
+        b: SharedMemory,
+        acc: Value | Product,
+        *,
+        use_acc: bool = True,
+        is_async: bool = False,
+    ) -> Product:
+        if not is_async:
+            raise NotImplementedError("warpgroup_mma with is_async=False")
+        if isinstance(acc, Product):
+            product = acc
+        else:
+            product = Product(acc.data if use_acc else torch.zeros_like(acc.data))
+        product.add(a, b)
+        self.machine.pause()
+        return product
+
+    def warpgroup_mma_wait(self, num_outstanding: int, *, deps: tuple[Product]) -> Value:
+        if num_outstanding:
+            raise NotImplementedError("warpgroup_mma_wait with products outstanding")
+        self.machine.pause()
+        (product,) = deps
+        return product.finish()
+
+
+class Gluon(_Namespace):
+    """``triton.experimental.gluon.language``"""
+
+    constexpr = real_gl.constexpr
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    int32, int64 = torch.int32, torch.int64
+
+    def _no_layout(self, *_: Any, **__: Any) -> None:
+        """A layout: where a tile's elements lie is nobody's business here."""
+
+    BlockedLayout = DistributedLinearLayout = DotOperandLayout = _no_layout
+    NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = _no_layout
+
+    def program_id(self, axis: int) -> Value:
+        return Value(_tensor(self.machine.program[axis]))
+
+    def num_programs(self, axis: int) -> Value:
+        return Value(_tensor(self.machine.grid[axis]))
+
+    def thread_barrier(self) -> None:
+        """Nothing runs before ``warp_specialize``."""
+
+    def static_range(self, *bounds: Any) -> range:
+        return range(*_sizes(bounds))
+
+    def allocate_shared_memory(
+        self, dtype: torch.dtype, shape: Sequence[Any], layout: type[Barrier] | None
+    ) -> SharedMemory | Barriers | Barrier:
+        sizes = _sizes(shape)
+        if layout is Barrier:
+            return Barrier() if sizes == [1] else Barriers(sizes[0])
+        return SharedMemory(torch.full(sizes, torch.nan, dtype=dtype))
+
+    def warp_specialize(
+        self,
+        functions: Sequence[tuple[Function, Sequence[Any]]],
+        warps: Sequence[int],
+        registers: Sequence[int],
+    ) -> None:
+        if not len(functions) == len(warps) + 1 == len(registers) + 1:
+            raise Fault("warps and registers are those of all partitions but the first")
+        for function, arguments in functions:
+            _name_barriers(function, arguments)
+        self.machine.run_partitions(functions)
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
+        if mask is not None and other is None:
+            raise NotImplementedError("load with a mask and no other")
+        mask, offsets = pointer.select(mask, "load")
+        result = torch.full(mask.shape, other or 0, dtype=pointer.memory.dtype)
+        result[mask] = pointer.memory[offsets]
+        return Value(result)
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
+        mask, offsets = pointer.select(mask, "store")
+        if offsets.unique().numel() != offsets.numel():
+            raise Fault("a store of two elements at one address")
+        values = _tensor(value).to(pointer.memory.dtype).expand(mask.shape)
+        pointer.memory[offsets] = values[mask]
+
+    def arange(self, start: Any, end: Any, *, layout: None) -> Value:
+        return Value(torch.arange(*_sizes((start, end)), dtype=torch.int32))
+
+    def zeros(self, shape: Sequence[Any], dtype: torch.dtype, *, layout: None) -> Value:
+        return Value(torch.zeros(_sizes(shape), dtype=dtype))
+
+    def full(self, shape: Sequence[Any], value: Any, dtype: torch.dtype, *, layout: None) -> Value:
+        return Value(torch.full(_sizes(shape), _plain(value), dtype=dtype))
+
+    def reshape(self, x: Value, shape: Sequence[Any]) -> Value:
+        return Value(x.data.reshape(_sizes(shape)))
+
+    def permute(self, x: Value, order: Sequence[Any]) -> Value:
+        return Value(x.data.permute(_sizes(order)))
+
+    def convert_layout(self, x: Value, layout: None) -> Value:
+        return x
+
+    def where(self, condition: Value, x: Any, y: Any) -> Value:
+        return Value(torch.where(condition.data, *_operands(x, y)))
+
+    def minimum(self, x: Any, y: Any) -> Value:
+        return Value(torch.fmin(*_operands(x, y)))
+
+    def maximum(self, x: Any, y: Any) -> Value:
+        return Value(torch.fmax(*_operands(x, y)))
+
+    def max(self, x: Value, axis: int) -> Value:
+        """Of the numbers: Gluon's too passes NaN over."""
+        return Value(x.data.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis))
+
+    def sum(self, x: Value, axis: int) -> Value:
+        return Value(x.data.sum(axis))
+
+    def exp2(self, x: Value) -> Value:
+        return Value(torch.exp2(x.data))
+
+    def log2(self, x: Value) -> Value:
+        return Value(torch.log2(x.data))
+
+
+def _name_barriers(function: Function, arguments: Sequence[Any]) -> None:
+    """Barriers get the names of the parameters that they are passed for."""
+    for name, value in function.signature.bind(*arguments).arguments.items():
+        if isinstance(value, Barrier):
+            value.name = name
+        elif isinstance(value, Barriers):
+            for i, barrier in enumerate(value.members):
+                barrier.name = f"{name}[{i}]"
