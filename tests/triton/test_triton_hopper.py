@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import msattn
-from msattn.kernels.hopper import attend, attend_kv_major, attend_union
+from msattn.kernels.hopper import attend, attend_kv_major, attend_union, kv_major_combine
 from msattn.kernels.triton import attend as twin
 from msattn.kernels.triton import attend_union as twin_union
 from msattn.kernels.triton import launch
@@ -68,7 +68,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     prepare_once(monkeypatch, twin_union, "make_lists")
     prepare_once(monkeypatch, compare, "expected_attention")
-    modules = (attend, attend_kv_major, attend_union, sys.modules[__name__])
+    modules = (attend, attend_kv_major, attend_union, kv_major_combine, sys.modules[__name__])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
     yield emulate(monkeypatch, *modules, seed=seed)

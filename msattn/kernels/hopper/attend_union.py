@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...cache import KVCache, Scale
+from ...config import MSAConfig
 from ...plan import Plan
 from ..triton import launch
 from ..triton.attend_union import MAX_LIST, Lists
@@ -42,6 +43,8 @@ PAGES = 5
 """Pages of K or V in the ring, 32 KiB each: with the queries, all of the shared memory."""
 ROW_COST = 0.74
 """A row of these tiles against one of the twin's, where KV-major costs what the twin's does."""
+MIN_GROUP_ROWS = 8
+"""Rows of a token in a tile: what the copy engine's swizzle repeats after."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 160, 24
 
 
@@ -448,9 +451,14 @@ class Area(NamedTuple):
     head_columns: int
 
 
+def rows_of_a_token(config: MSAConfig) -> int:
+    """Rows of a tile that a pick takes: its query heads of one KV head, padded."""
+    return max(MIN_GROUP_ROWS, launch.power_of_two_above(config.group_size))
+
+
 def choose(plan: Plan, slots: int) -> Tile | None:
     """The tile for a model's group of query heads; None where its lists would be too long."""
-    group_rows = max(8, launch.power_of_two_above(plan.config.group_size))
+    group_rows = rows_of_a_token(plan.config)
     # 16 bits of an entry name the tokens, of all three consumers.
     each = min(ROWS.value // group_rows, 5)
     tile = Tile(each, group_rows)
