@@ -1,4 +1,4 @@
-"""Every environment variable that msattn reads, with its type and default; read once, at import."""
+"""Every ``MSATTN_*`` environment variable, with its type and default; read once, at import."""
 
 from __future__ import annotations
 

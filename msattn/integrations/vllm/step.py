@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
@@ -17,6 +16,8 @@ from ...serving import MetadataBuilder, Step, parse_kv_dtype
 from ...warmup import warmup
 
 logger = init_logger("vllm.msattn")
+
+MIN_BATCH = "VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH"
 
 
 def read_config(vllm_config: VllmConfig) -> MSAConfig:
@@ -45,14 +46,9 @@ def make_builder(vllm_config: VllmConfig, device: torch.device, threshold: int) 
         max_seq_len=vllm_config.model_config.max_model_len,
         device=device,
         num_speculative_tokens=threshold - 1,
-        min_batch=min_batch_size(),
+        # vLLM's own variable goes first.
+        min_batch=env.read_int(MIN_BATCH, env.DECODE_MIN_BATCH),
     )
-
-
-def min_batch_size() -> int | None:
-    """vLLM's variable for the smallest batch that is planned, in force; None: msattn's own."""
-    value = os.environ.get("VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH")
-    return None if value is None else int(value)
 
 
 @cache
