@@ -1,5 +1,5 @@
 """Kernels for Hopper alone, in Gluon: warp specialised, pages by the copy engine.
 
-Each module has the stem, the functions and the arguments of its twin in :mod:`..triton`. Gluon must
+A module with the stem of one in :mod:`..triton` is its twin, with the same functions. Gluon must
 not be compiled for another GPU (it ends the process), so :mod:`.support` is asked first.
 """
