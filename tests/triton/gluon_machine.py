@@ -4,7 +4,10 @@ Each partition of ``warp_specialize`` is a thread, but only one runs at a time: 
 back wherever it waits or multiplies, and at some arrivals and copies. Who is next, a partition
 or the arrival of a copy, is drawn from a seed, so that a run can be repeated. Partitions and copies
 have speeds of their own, so that some fall far behind, as on a GPU. Where nobody can go on, the
-kernel is in a deadlock, which is seen at once.
+kernel is in a deadlock, which is seen at once, or, where some look at memory again and again, after
+many looks.
+
+Programs run one after the other, or, in a cooperative launch, all at the same time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -20,6 +24,8 @@ import torch
 
 SPEEDS = (0.02, 0.3, 1.0, 3.0)
 """Chances of a turn, relative to one another."""
+PATIENCE = 3000
+"""Looks at memory, for each partition, after which nothing will change there any more."""
 
 
 class Fault(Exception):
@@ -95,15 +101,17 @@ class Partition(threading.Thread):
     def __init__(
         self,
         index: int,
+        program: tuple[int, ...],
         function: Callable[..., None],
         arguments: Sequence[Any],
         give_back: threading.Lock,
         speed: float,
     ) -> None:
         super().__init__(name=f"partition {index} ({function})", daemon=True)
-        self.function, self.arguments = function, arguments
+        self.program, self.function, self.arguments = program, function, arguments
         self.speed = speed
         self.waits_for: tuple[Barrier, int] | None = None
+        self.looks = False  # at memory, for what another partition will store there
         self.error: BaseException | None = None
         self.is_done = False
         self._turn, self._give_back = _signal(), give_back
@@ -154,7 +162,7 @@ class _Abandoned(BaseException):
 
 
 class Machine:
-    """Runs programs one after the other, and what it has seen of them."""
+    """Runs programs, and what it has seen of them."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -163,19 +171,45 @@ class Machine:
         self.grid: tuple[int, ...] = ()
         self.copied: Counter[str] = Counter()
         """Boxes that each kernel has copied."""
+        self._is_cooperative = False
+        self._started: list[Partition] = []
         self._copies: list[Copy] = []
+        self._looks = 0  # since anything else was done
         self._running: Partition | None = None
         self._give_back = _signal()
+
+    def run_programs(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        program: Callable[[], None],
+        *,
+        is_cooperative: bool,
+    ) -> None:
+        """The program, once for each place in the grid, in any order."""
+        self.kernel, self.grid, self._is_cooperative = kernel, grid, is_cooperative
+        places = list(product(*(range(size) for size in grid)))
+        self.random.shuffle(places)
+        for self.program in places:
+            program()
+        self._finish()
 
     def run_partitions(
         self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]]
     ) -> None:
-        """All functions to their ends, in turns."""
-        self._copies.clear()
-        partitions = [
-            Partition(i, function, arguments, self._give_back, self.random.choice(SPEEDS))
+        """All functions to their ends, in turns; of a cooperative launch, when all are there."""
+        self._started += [
+            Partition(
+                i, self.program, function, arguments, self._give_back, self.random.choice(SPEEDS)
+            )
             for i, (function, arguments) in enumerate(functions)
         ]
+        if not self._is_cooperative:
+            self._finish()
+
+    def _finish(self) -> None:
+        partitions, self._started = self._started, []
+        self._copies.clear()
         for partition in partitions:
             partition.start()
         try:
@@ -187,6 +221,13 @@ class Machine:
             self._running = None
             for partition in partitions:
                 partition.abandon()
+
+    def look(self) -> None:
+        """The running partition looks at memory for what another one will store there."""
+        partition = self._partition()
+        partition.looks = True
+        partition.pause()
+        partition.looks = False
 
     def pause(self) -> None:
         """The running partition lets others take turns."""
@@ -220,22 +261,28 @@ class Machine:
 
     def _give_turn(self, partitions: list[Partition]) -> None:
         able = [*self._copies, *(x for x in partitions if x.is_ready())]
-        if not able:
+        if not able or self._looks > PATIENCE * len(partitions):
             raise Fault(self._describe_deadlock(partitions))
         [chosen] = self.random.choices(able, [x.speed for x in able])
+        self._looks += 1
         if isinstance(chosen, Copy):
+            self._looks = 0
             self._copies.remove(chosen)
             chosen.arrive()
             return
-        self._running = chosen
+        self._running, self.program = chosen, chosen.program
         chosen.resume()
+        if not chosen.looks:
+            self._looks = 0
         if chosen.error is not None:
             raise chosen.error
 
     def _describe_deadlock(self, partitions: list[Partition]) -> str:
         waits = []
         for partition in partitions:
-            assert partition.waits_for is not None
-            barrier, phase = partition.waits_for
-            waits.append(f"{partition.name} waits for the end of phase {phase} of {barrier}")
+            if partition.waits_for is None:
+                waits.append(f"{partition.name} looks at memory")
+            else:
+                barrier, phase = partition.waits_for
+                waits.append(f"{partition.name} waits for the end of phase {phase} of {barrier}")
         return f"deadlock in program {self.program} of {self.kernel}: {'; '.join(waits)}"

@@ -13,8 +13,7 @@
 
 NOT modelled are performance, warps and lanes, registers and their layouts (a layout is nothing
 here, a conversion changes nothing), the size and the swizzle of shared memory, the memory model
-(fences and the proxies of the copy engine: what is stored is seen), programs at the same time, and
-what the compiler refuses or gets wrong. Counters of loops that are numbers in Python stay so.
+(fences and the proxies of the copy engine: what is stored is seen), and what the compiler refuses or gets wrong. Counters of loops that are numbers in Python stay so.
 
 Anything of Gluon that the kernels do not use raises :class:`NotImplementedError`.
 """
@@ -22,7 +21,6 @@ Anything of Gluon that the kernels do not use raises :class:`NotImplementedError
 from __future__ import annotations
 
 import inspect
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,17 +80,24 @@ class Function:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **named: Any) -> None:
+    def _launch(
+        self,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        num_warps: int,
+        launch_cooperative_grid: bool = False,
+        **named: Any,
+    ) -> None:
         values = self.signature.bind(*arguments, **named).arguments
         for name, parameter in self.signature.parameters.items():
             if "constexpr" not in str(parameter.annotation):
                 values[name] = _argument(values[name])
-        programs = list(itertools.product(*(range(size) for size in grid)))
-        self.machine.random.shuffle(programs)
-        self.machine.kernel, self.machine.grid = str(self), grid
-        for program in programs:
-            self.machine.program = program
-            self.function(**values)
+        self.machine.run_programs(
+            str(self),
+            grid,
+            partial(self.function, **values),
+            is_cooperative=launch_cooperative_grid,
+        )
 
 
 def _argument(x: Any) -> Any:
@@ -454,7 +459,17 @@ class Gluon(_Namespace):
         return Value(_tensor(self.machine.grid[axis]))
 
     def thread_barrier(self) -> None:
-        """Nothing runs before ``warp_specialize``."""
+        """A partition is one thread here."""
+
+    def atomic_add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Value:
+        """What is added is there at once; 0 is added to wait for what another partition adds."""
+        if value:
+            self.machine.may_pause()
+        else:
+            self.machine.look()
+        before = self.load(pointer)
+        self.store(pointer, before + value)
+        return before
 
     def static_range(self, *bounds: Any) -> range:
         return range(*_sizes(bounds))
@@ -479,7 +494,9 @@ class Gluon(_Namespace):
             _name_barriers(function, arguments)
         self.machine.run_partitions(functions)
 
-    def load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
+    def load(
+        self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = ""
+    ) -> Value:
         if mask is not None and other is None:
             raise NotImplementedError("load with a mask and no other")
         mask, offsets = pointer.select(mask, "load")

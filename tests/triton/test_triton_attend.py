@@ -219,7 +219,7 @@ def test_the_overlap_decides(device: torch.device) -> None:
     other = torch.arange(64, dtype=torch.int32, device=device).view(64, 1, 1).expand(64, 2, 1)
     for ids, entries in ((same, 64 // 8 * 2), (other, 64 * 2)):
         plan = inputs.plan()
-        lists = attend_union.make_lists(ids, inputs.cache, plan.page_table, plan, 8, 8)
+        lists = attend_union.make_lists(ids, inputs.cache, plan, 8, 8)
         assert lists.overlap.tolist() == [entries, 128]
     assert 64 // 8 * 2 * 8 <= 128 * tiles.PICK_COST.value < 64 * 2 * 8
 
@@ -230,7 +230,7 @@ def test_lists_of_tiles_in_parts(device: torch.device) -> None:
     inputs = make(case, device=device)
     ids = make_block_ids(inputs, hostile=False)
     plan = inputs.plan()
-    lists = attend_union.make_lists(ids, inputs.cache, plan.page_table, plan, 12, 4)
+    lists = attend_union.make_lists(ids, inputs.cache, plan, 12, 4)
     tiles = [(0, 0, 13, 2000), (0, 12, 13, 2000), (2, 13, 16, 131)]
     assert [tuple(row) for row in lists.tiles.tolist() if row[0] >= 0] == tiles
     multiplied = picks = 0
@@ -247,6 +247,23 @@ def test_lists_of_tiles_in_parts(device: torch.device) -> None:
             multiplied += sum((s >> part & 15) != 0 for s in sets for part in (0, 4, 8))
             picks += sum(block >= 0 for row in rows for block in row)
     assert lists.overlap.tolist() == [multiplied, picks]
+
+
+def test_lists_of_a_copy(device: torch.device) -> None:
+    """Its pages stand in the order of requests and blocks; those that a token chose are marked."""
+    inputs = make(Case("copy", (13, 3), (2000, 131), make_config(topk=4)), device=device)
+    ids = make_block_ids(inputs, hostile=False)
+    lists = attend_union.make_lists(ids, inputs.cache, inputs.plan(), 8, 8, of_copy=True)
+    tiles = [row for row in lists.tiles.tolist() if row[0] >= 0]
+    want = torch.zeros(2, 2, 16, dtype=torch.int32)
+    for tile, (request, first, end, _) in enumerate(tiles):
+        for head in range(2):
+            chosen = ids[first : min(first + 8, end), head].unique()
+            chosen = chosen[chosen >= 0].cpu()
+            want[head, request, chosen.long()] = 1
+            pages = lists.pages[tile, head, : lists.counts[tile, head]].tolist()
+            assert pages == (request * 16 + chosen).tolist()
+    assert lists.chosen.tolist() == want.flatten().tolist()
 
 
 def test_blocks_beyond_the_bound_are_refused(device: torch.device) -> None:

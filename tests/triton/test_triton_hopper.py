@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import msattn
-from msattn.kernels.hopper import attend, attend_kv_major, attend_union, kv_major_combine
+from msattn.kernels.hopper import attend, attend_kv_major, attend_union, merge_partials
 from msattn.kernels.triton import attend as twin
 from msattn.kernels.triton import attend_union as twin_union
 from msattn.kernels.triton import launch
@@ -68,7 +68,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     prepare_once(monkeypatch, twin_union, "make_lists")
     prepare_once(monkeypatch, compare, "expected_attention")
-    modules = (attend, attend_kv_major, attend_union, kv_major_combine, sys.modules[__name__])
+    modules = (attend, attend_kv_major, attend_union, merge_partials, sys.modules[__name__])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
     yield emulate(monkeypatch, *modules, seed=seed)
@@ -323,7 +323,7 @@ def _odd_kernel(x_ptr, out_ptr, count, FAULT: gl.constexpr):
     if FAULT == "collision":
         gl.store(out_ptr + i // 2, gl.load(x_ptr + i))
     if FAULT == "unknown":
-        gl.atomic_add(out_ptr, gl.load(x_ptr))
+        gl.atomic_xor(out_ptr, gl.load(x_ptr))
     gl.store(out_ptr + i, gl.load(x_ptr + i))
 
 
@@ -333,7 +333,7 @@ def _odd_kernel(x_ptr, out_ptr, count, FAULT: gl.constexpr):
         ("load", Fault, "a load out of bounds: element 64 of 64"),
         ("overflow", Fault, "an overflow of int32"),
         ("collision", Fault, "a store of two elements at one address"),
-        ("unknown", NotImplementedError, "atomic_add of Gluon"),
+        ("unknown", NotImplementedError, "atomic_xor of Gluon"),
     ],
 )
 def test_odd_programs_are_refused(fault: str, error: type[Exception], words: str) -> None:

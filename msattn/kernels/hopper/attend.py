@@ -29,26 +29,31 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     slots, page_table = block_ids.shape[2], plan.page_table
-    partial_bytes, has_tails = twin.PARTIAL_BYTES, True
-    pool = cache
-    if dequantize.pays(cache, plan):
-        pool, page_table = dequantize.dequantize(cache, plan, q.dtype)
-        partial_bytes = min(partial_bytes, twin.SCRATCH_BYTES - pool.k.nbytes - pool.v.nbytes)
-        has_tails = False  # the copy has zeros behind each request's last token
-    tile = union.choose(plan, slots)
-    if tile is None or not union.can_read(pool):
+    tile, copies = union.choose(plan, slots), dequantize.pays(cache, plan)
+    if tile is None or not (copies or union.can_read(cache)):
         twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
-    queries = q.to(pool.format.storage_dtype).contiguous()
-    tails = union.make_tails(pool, plan) if has_tails else None
-    lists = attend_union.make_lists(block_ids, pool, page_table, plan, tile.tokens, tile.each)
-    may_yield = twin_kv_major.can_serve(plan, slots)
-    rest = (softmax_scale, q_scale, out, lse)
-    union.attend(queries, pool, plan, tile, lists, *rest, may_yield=may_yield, tails=tails)
-    if not may_yield:
-        return
-    picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
-    if kv_major.can_serve(plan, slots):
-        kv_major.attend(queries, *picks, tails=tails, partial_bytes=partial_bytes)
+    pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
+    lists = attend_union.make_lists(block_ids, cache, plan, tile.tokens, tile.each, of_copy=copies)
+    if copies:
+        # It has zeros behind each request's last token.
+        pool, page_table = dequantize.dequantize(cache, plan, q.dtype, lists.chosen)
+        scratch_bytes -= pool.k.nbytes + pool.v.nbytes
     else:
-        twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)
+        tails = union.make_tails(cache, plan)
+    queries = q.to(pool.format.storage_dtype).contiguous()
+    own_out, own_lse = out.contiguous(), None if lse is None else lse.contiguous()
+    may_yield = twin_kv_major.can_serve(plan, slots)
+    rest = (softmax_scale, q_scale, own_out, own_lse)
+    union.attend(queries, pool, plan, tile, lists, *rest, may_yield=may_yield, tails=tails)
+    if may_yield:
+        picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
+        if kv_major.can_serve(plan, slots):
+            kv_major.attend(queries, *picks, tails=tails, partial_bytes=scratch_bytes)
+        else:
+            partial_bytes = min(scratch_bytes, twin.PARTIAL_BYTES)
+            twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)
+    if own_out is not out:
+        out.copy_(own_out)
+    if own_lse is not lse and own_lse is not None and lse is not None:
+        lse.copy_(own_lse)

@@ -1,15 +1,18 @@
 """KV-major attention on Hopper: three warpgroups multiply, a fourth warp loads by the copy engine.
 
 The reverse index is the twin's (``kernels/triton/attend_kv_major.py``), its items are tiles of 64
-rows: a few picks of one block, GROUP_ROWS rows each. Programs are persistent, and each takes a
-contiguous share of a head's tiles, so that a block that many tokens chose is many programs' work.
-The producer loads a block's K and V when the first of its tiles comes and gathers the queries of
-each tile; consumers take tiles in turn. A tile's outputs are partial: the combine merges those of
-a token.
+rows: a few picks of one block, GROUP_ROWS rows each. One launch takes turns, each of them a chunk
+of tokens and a KV head. Programs are persistent, and each takes a contiguous share of a turn's
+tiles, so that a block that many tokens chose is many programs' work. The producer loads a block's K
+and V when the first of its tiles comes and gathers the queries of each tile; consumers take tiles
+in turn. A tile's outputs are partial. Between their tiles the consumers merge the partial outputs
+of the turn before: products for tensor cores and a stream for the memory, side by side. Two buffers
+of partial outputs take turns, and counters in global memory say which turns have been attended and
+merged by everybody; all programs run at the same time.
 
 A pick's partial output is stored in lines, ``[4, GROUP, 32]`` numbers: quarters of the columns. Of
 each 32, a thread of the product has 8, of which it makes one store of 16 bytes; a warp's stores are
-then whole lines of 128 bytes. The combine puts the columns back in order.
+then whole lines of 128 bytes. The merge puts the columns back in order.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from .attend_union import (
     rows_of_a_token,
     yields,
 )
-from .kv_major_combine import combine
+from .merge_partials import merge_token, slots_at_once
 
 CONSUMERS = 3
 PAGES = 2
@@ -54,6 +57,8 @@ TILES = 6
 multiple of CONSUMERS, so that a place in this ring has one consumer, which sees each phase of its
 barriers: another one could be a round ahead of a copy that is late, and take the last round's end
 for its own."""
+BUFFERS = 2
+"""Of partial outputs: of the turn at work, and of the one before."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 152, 48
 MIN_GROUP = 3
 """Smaller groups would fill less than half of these rows; the twin's tiles have no such gaps."""
@@ -124,9 +129,7 @@ def _load_tiles(
     q_empty,
     kv_full,
     kv_empty,
-    group,
-    head,
-    heads_at_once,
+    num_turns,
     num_heads,
     num_blocks,
     max_items,
@@ -147,10 +150,11 @@ def _load_tiles(
     TOKENS: gl.constexpr = ROWS // GROUP_ROWS
     step = 0
     kv_step = 0
-    for _ in range(heads_at_once):
-        items = items_ptr + group.to(gl.int64) * max_items * 4
-        entries = entries_ptr + group.to(gl.int64) * max_entries
-        begin, end = _share(totals_ptr, group)
+    for turn in range(num_turns):
+        head = turn % num_heads
+        items = items_ptr + max_items.to(gl.int64) * 4 * turn
+        entries = entries_ptr + max_entries.to(gl.int64) * turn
+        begin, end = _share(totals_ptr, turn)
         if begin < end:
             row, first, picks, _limit = _load_item(items, begin)
             next_row, next_first, next_picks, _limit = _load_item(
@@ -204,8 +208,6 @@ def _load_tiles(
                 row, page, seq_len = next_row, next_page, next_seq_len
                 next_row, next_first, next_picks = later_row, later_first, later_picks
                 a, b, c, d, e, f, g, h = a1, b1, c1, d1, e1, f1, g1, h1
-        group += 1
-        head += 1
 
 
 @gluon.jit
@@ -213,10 +215,14 @@ def _attend_tiles(
     items_ptr,
     entries_ptr,
     totals_ptr,
+    progress_ptr,
     scale,
     out_scale,
     partial_out_ptr,
     lse_ptr,
+    row_request_ptr,
+    out_ptr,
+    out_lse_ptr,
     queries,
     keys,
     values,
@@ -224,12 +230,10 @@ def _attend_tiles(
     q_empty,
     kv_full,
     kv_empty,
-    group,
-    head,
-    heads_at_once,
+    num_turns,
     num_heads,
-    first_token,
-    num_slots,
+    num_rows,
+    chunk_tokens,
     max_items,
     max_entries,
     CONSUMER: gl.constexpr,
@@ -238,9 +242,13 @@ def _attend_tiles(
     GROUP_ROWS: gl.constexpr,
     PAGES: gl.constexpr,
     TILES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PADDED_SLOTS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     SIGN: gl.constexpr,
+    HAS_LSE: gl.constexpr,
 ):
-    """A consumer: the partial outputs of every CONSUMERS-th tile of the program."""
+    """A consumer: the partial outputs of every CONSUMERS-th tile of the program, and merges."""
     DTYPE: gl.constexpr = keys.dtype
     product: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]
@@ -259,99 +267,201 @@ def _attend_tiles(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, lines))
     place, member = r // GROUP_ROWS, r % GROUP_ROWS
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=product)
-    # Rows of the chunk: offsets from its first one fit 32 bits.
-    lse_ptr += first_token.to(gl.int64) * num_heads * num_slots * GROUP
-    step = 0  # tiles of the heads before
+    everybody = gl.num_programs(0) * CONSUMERS
+    quota = (chunk_tokens + everybody - 1) // everybody  # merges of a turn
+    step = 0  # tiles of the turns before
     block = -1  # the last tile's, counted over all of the program's blocks
-    held = -1  # the block that this consumer keeps from being overwritten
-    for _ in range(heads_at_once):
-        items = items_ptr + group.to(gl.int64) * max_items * 4
-        entries = entries_ptr + group.to(gl.int64) * max_entries
-        begin, end = _share(totals_ptr, group)
-        if begin < end:
-            own = begin + (CONSUMER + CONSUMERS - step % CONSUMERS) % CONSUMERS
-            row = -1
-            next_row, next_first, next_picks, next_limit = _load_item(
-                items, gl.minimum(own, end - 1)
-            )
-            passed = _count_blocks(items, gl.minimum(own, end - 1), begin, row, CONSUMERS)
-            next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
-            for tile in range(own, end, CONSUMERS):
-                row, picks, limit, pick = next_row, next_picks, next_limit, next_pick
-                block += passed
-                # Of the next tile: what the loop needs at its start must be there.
-                next_tile = gl.minimum(tile + CONSUMERS, end - 1)
-                next_row, next_first, next_picks, next_limit = _load_item(items, next_tile)
-                passed = _count_blocks(items, next_tile, begin, row, CONSUMERS)
-
-                _advance(kv_full, kv_empty, held, block, PAGES)
-                held = block
-                kv_slot = block % PAGES
-                at = step + tile - begin
-                slot = at % TILES
-                mbarrier.wait(q_full.index(slot), (at // TILES) & 1)
-                s = warpgroup_mma(
-                    queries.index(2 * slot),
-                    keys.index(kv_slot).slice(0, HALF, dim=1).permute((1, 0)),
-                    zero,
-                    use_acc=False,
-                    is_async=True,
+    held = -1  # the block that this consumer keeps from being overwritten,
+    gone = -1  # unless it has let it go
+    for turn in range(num_turns + 1):
+        merged = 0
+        if turn < num_turns:
+            items = items_ptr + max_items.to(gl.int64) * 4 * turn
+            entries = entries_ptr + max_entries.to(gl.int64) * turn
+            first_token = turn // num_heads * chunk_tokens
+            # Rows of the chunk: offsets from its first one fit 32 bits.
+            lses = lse_ptr + first_token.to(gl.int64) * num_heads * SLOTS * GROUP
+            buffer = _buffer(partial_out_ptr, turn, max_entries, GROUP)
+            begin, end = _share(totals_ptr, turn)
+            if turn > 1:
+                # The buffer's last turn, two before, has been merged.
+                _wait_for(progress_ptr + (turn - 2) * 2 + 1, everybody)
+            if begin < end:
+                own = begin + (CONSUMER + CONSUMERS - step % CONSUMERS) % CONSUMERS
+                num_own = (gl.maximum(end - own, 0) + CONSUMERS - 1) // CONSUMERS
+                row = -1
+                next_row, next_first, next_picks, next_limit = _load_item(
+                    items, gl.minimum(own, end - 1)
                 )
-                s = warpgroup_mma(
-                    queries.index(2 * slot + 1),
-                    keys.index(kv_slot).slice(HALF, HALF, dim=1).permute((1, 0)),
-                    s,
-                    is_async=True,
-                )
+                passed = _count_blocks(items, gl.minimum(own, end - 1), begin, row, CONSUMERS)
                 next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
-                s = warpgroup_mma_wait(0, deps=(s,))
-                mbarrier.arrive(q_empty.index(slot), count=1)
-                if SIGN < 0:
-                    s = -s
-                if SIGN == 0:
-                    s = s * 0.0
-                # Every pick sees the first key of its block: no row is empty.
-                if limit < SEEN_WHOLE:
-                    last_key = (pick >> SLOT_BITS) + limit
-                    s = gl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
-                maximum = gl.max(s, 1) * scale
-                p = gl.exp2(s * scale - maximum[:, None])
-                total = gl.sum(p, 1)
-                p = gl.convert_layout(p.to(DTYPE), weights)
-                o = warpgroup_mma(p, values.index(kv_slot), zero, use_acc=False, is_async=True)
-                o = warpgroup_mma_wait(0, deps=(o,))
+                for i in range(num_own):
+                    tile = own + i * CONSUMERS
+                    row, picks, limit, pick = next_row, next_picks, next_limit, next_pick
+                    block += passed
+                    # Of the next tile: what the loop needs at its start must be there.
+                    next_tile = gl.minimum(tile + CONSUMERS, end - 1)
+                    next_row, next_first, next_picks, next_limit = _load_item(items, next_tile)
+                    passed = _count_blocks(items, next_tile, begin, row, CONSUMERS)
 
-                live = (place < picks) & (member < GROUP)
-                token, pick_slot = (pick >> SLOT_BITS) - first_token, pick & SLOT_MASK
-                lse = ((token * num_heads + head) * num_slots + pick_slot) * GROUP + member
-                gl.store(lse_ptr + lse, maximum + gl.log2(total), mask=live)
-                o = (o * (out_scale / total)[:, None]).to(DTYPE)
-                o = gl.reshape(o, (ROWS, 4, 4, 4, 2))
-                o = gl.reshape(gl.permute(o, (0, 1, 3, 2, 4)), (ROWS, D))
-                partial = (token * num_slots + pick_slot) * (GROUP * D) + member * 32
-                partial = gl.convert_layout(partial, gl.SliceLayout(1, lines))
-                gl.store(
-                    partial_out_ptr + partial[:, None] + (d // 32 * (GROUP * 32) + d % 32)[None, :],
-                    gl.convert_layout(o, lines),
-                    mask=gl.convert_layout(live, gl.SliceLayout(1, lines))[:, None],
-                )
-            # Blocks of the tiles behind the own last one.
-            num_own = (gl.maximum(end - own, 0) + CONSUMERS - 1) // CONSUMERS
-            for tile in range(gl.maximum(own + (num_own - 1) * CONSUMERS + 1, begin), end):
-                tile_row = gl.load(items + tile * 4)
-                block += (tile_row != row).to(gl.int32)
-                row = tile_row
-            step += end - begin
-        partial_out_ptr += max_entries.to(gl.int64) * (GROUP * D)
-        group += 1
-        head += 1
-    _advance(kv_full, kv_empty, held, block, PAGES)
+                    _advance(kv_full, kv_empty, gone, held, block, PAGES)
+                    held = block
+                    kv_slot = block % PAGES
+                    at = step + tile - begin
+                    slot = at % TILES
+                    mbarrier.wait(q_full.index(slot), (at // TILES) & 1)
+                    s = warpgroup_mma(
+                        queries.index(2 * slot),
+                        keys.index(kv_slot).slice(0, HALF, dim=1).permute((1, 0)),
+                        zero,
+                        use_acc=False,
+                        is_async=True,
+                    )
+                    s = warpgroup_mma(
+                        queries.index(2 * slot + 1),
+                        keys.index(kv_slot).slice(HALF, HALF, dim=1).permute((1, 0)),
+                        s,
+                        is_async=True,
+                    )
+                    next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                    mbarrier.arrive(q_empty.index(slot), count=1)
+                    if SIGN < 0:
+                        s = -s
+                    if SIGN == 0:
+                        s = s * 0.0
+                    # Every pick sees the first key of its block: no row is empty.
+                    if limit < SEEN_WHOLE:
+                        last_key = (pick >> SLOT_BITS) + limit
+                        s = gl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+                    maximum = gl.max(s, 1) * scale
+                    p = gl.exp2(s * scale - maximum[:, None])
+                    total = gl.sum(p, 1)
+                    p = gl.convert_layout(p.to(DTYPE), weights)
+                    o = warpgroup_mma(p, values.index(kv_slot), zero, use_acc=False, is_async=True)
+                    o = warpgroup_mma_wait(0, deps=(o,))
+
+                    live = (place < picks) & (member < GROUP)
+                    token, pick_slot = (pick >> SLOT_BITS) - first_token, pick & SLOT_MASK
+                    head = turn % num_heads
+                    lse = ((token * num_heads + head) * SLOTS + pick_slot) * GROUP + member
+                    gl.store(lses + lse, maximum + gl.log2(total), mask=live)
+                    o = (o * (out_scale / total)[:, None]).to(DTYPE)
+                    o = gl.reshape(o, (ROWS, 4, 4, 4, 2))
+                    o = gl.reshape(gl.permute(o, (0, 1, 3, 2, 4)), (ROWS, D))
+                    partial = (token * SLOTS + pick_slot) * (GROUP * D) + member * 32
+                    partial = gl.convert_layout(partial, gl.SliceLayout(1, lines))
+                    column = d // 32 * (GROUP * 32) + d % 32
+                    gl.store(
+                        buffer + partial[:, None] + column[None, :],
+                        gl.convert_layout(o, lines),
+                        mask=gl.convert_layout(live, gl.SliceLayout(1, lines))[:, None],
+                    )
+                    # In the middle half of a turn nobody waits for those that are behind.
+                    due = quota * gl.maximum(4 * (i + 1) - num_own, 0) // (2 * num_own)
+                    merged = _merge_tokens(
+                        merged, gl.minimum(due, quota), turn - 1, progress_ptr, partial_out_ptr,
+                        lse_ptr, row_request_ptr, out_ptr, out_lse_ptr, num_heads, num_rows, chunk_tokens,
+                        max_entries, CONSUMER, CONSUMERS, SLOTS, PADDED_SLOTS, AT_ONCE, GROUP, GROUP_ROWS,
+                        HAS_LSE,
+                    )  # fmt: skip
+                # Blocks of the tiles behind the own last one.
+                for tile in range(gl.maximum(own + (num_own - 1) * CONSUMERS + 1, begin), end):
+                    tile_row = gl.load(items + tile * 4)
+                    block += (tile_row != row).to(gl.int32)
+                    row = tile_row
+                # Whoever waits for others must not keep them from going on.
+                _advance(kv_full, kv_empty, gone, held, block, PAGES)
+                mbarrier.arrive(kv_empty.index(block % PAGES), count=1)
+                held = block
+                gone = block
+                step += end - begin
+            _signal(progress_ptr + turn * 2)
+        merged = _merge_tokens(
+            merged, quota, turn - 1, progress_ptr, partial_out_ptr,
+            lse_ptr, row_request_ptr, out_ptr, out_lse_ptr, num_heads, num_rows, chunk_tokens,
+            max_entries, CONSUMER, CONSUMERS, SLOTS, PADDED_SLOTS, AT_ONCE, GROUP, GROUP_ROWS,
+            HAS_LSE,
+        )  # fmt: skip
+        if turn > 0:
+            _signal(progress_ptr + (turn - 1) * 2 + 1)
 
 
 @gluon.jit
-def _share(totals_ptr, group):
-    """The tiles of a head that are this program's: an even share, side by side."""
-    num_tiles = gl.load(totals_ptr + group * 2 + 1)
+def _merge_tokens(
+    merged,
+    due,
+    turn,
+    progress_ptr,
+    partial_out_ptr,
+    lse_ptr,
+    row_request_ptr,
+    out_ptr,
+    out_lse_ptr,
+    num_heads,
+    num_rows,
+    chunk_tokens,
+    max_entries,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PADDED_SLOTS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
+    """A consumer's own tokens of a turn, from number ``merged`` to ``due``, which is returned."""
+    if turn >= 0:
+        if (merged == 0) & (due > 0):
+            _wait_for(progress_ptr + turn * 2, gl.num_programs(0) * CONSUMERS)
+        head = turn % num_heads
+        buffer = _buffer(partial_out_ptr, turn, max_entries, GROUP)
+        for i in range(merged, due):
+            token = (i * gl.num_programs(0) + gl.program_id(0)) * CONSUMERS + CONSUMER
+            row = turn // num_heads * chunk_tokens + token
+            if (token < chunk_tokens) & (row < num_rows):
+                if gl.load(row_request_ptr + row) >= 0:
+                    at = row.to(gl.int64)
+                    merge_token(
+                        buffer + token * (SLOTS * GROUP * D),
+                        lse_ptr + (at * num_heads + head) * (SLOTS * GROUP),
+                        out_ptr + (at * num_heads + head) * (GROUP * D),
+                        out_lse_ptr + (at * num_heads + head) * GROUP,
+                        SLOTS,
+                        PADDED_SLOTS,
+                        AT_ONCE,
+                        GROUP,
+                        GROUP_ROWS,
+                        HAS_LSE,
+                    )
+    return gl.maximum(merged, due)
+
+
+@gluon.jit
+def _buffer(partial_out_ptr, turn, max_entries, GROUP: gl.constexpr):
+    """A turn's partial outputs; offsets from their start fit 32 bits."""
+    return partial_out_ptr + max_entries.to(gl.int64) * (GROUP * D) * (turn & 1)
+
+
+@gluon.jit
+def _signal(counter):
+    """One more consumer is done: what its threads have stored or loaded happened before."""
+    gl.thread_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _wait_for(counter, count):
+    while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < count:
+        pass
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _share(totals_ptr, turn):
+    """The tiles of a turn that are this program's: an even share, side by side."""
+    num_tiles = gl.load(totals_ptr + turn * 2 + 1)
     program, programs = gl.program_id(0), gl.num_programs(0)
     return program * num_tiles // programs, (program + 1) * num_tiles // programs
 
@@ -380,10 +490,10 @@ def _table_entry(row, stride_table, num_blocks):
 
 
 @gluon.jit
-def _advance(kv_full, kv_empty, held, block, PAGES: gl.constexpr):
+def _advance(kv_full, kv_empty, gone, held, block, PAGES: gl.constexpr):
     """From the block ``held`` to another: those before it are let go, those up to it are there."""
     for i in range(held, block):
-        if i >= 0:
+        if i > gone:
             mbarrier.arrive(kv_empty.index(i % PAGES), count=1)
         mbarrier.wait(kv_full.index((i + 1) % PAGES), ((i + 1) // PAGES) & 1)
 
@@ -391,13 +501,11 @@ def _advance(kv_full, kv_empty, held, block, PAGES: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "stride_table",
-        "group",
-        "head",
-        "heads_at_once",
+        "num_turns",
         "num_heads",
-        "first_token",
+        "num_rows",
+        "chunk_tokens",
         "num_blocks",
-        "num_slots",
         "max_items",
         "max_entries",
         "page_rows",
@@ -418,19 +526,21 @@ def _attend_tiles_kernel(
     seq_lens_ptr,
     page_table_ptr,
     stride_table,
-    items_ptr,  # the reverse index, see the twin
+    items_ptr,  # the reverse index, see the twin; a turn is one of its groups
     entries_ptr,
     totals_ptr,
+    progress_ptr,  # [turns, 2] int32, zeros: consumers that have attended, that have merged
     overlap_ptr,
-    partial_out_ptr,  # [heads at once, chunk tokens * K, 4, GROUP, 32]
+    partial_out_ptr,  # [BUFFERS, chunk tokens * K, 4, GROUP, 32]
     lse_ptr,  # [T, Hkv, K, GROUP] fp32, base 2
-    group,  # chunk * Hkv + head
-    head,  # the first one of the launch
-    heads_at_once,
+    row_request_ptr,  # [T] int32
+    out_ptr,  # [T, Hq, 128]
+    out_lse_ptr,  # [T, Hq] fp32
+    num_turns,  # chunks * Hkv
     num_heads,
-    first_token,
+    num_rows,
+    chunk_tokens,
     num_blocks,
-    num_slots,
     max_items,
     max_entries,
     page_rows,
@@ -441,17 +551,24 @@ def _attend_tiles_kernel(
     GROUP_ROWS: gl.constexpr,
     PAGES: gl.constexpr,
     TILES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PADDED_SLOTS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     DTYPE: gl.constexpr,
     SIGN: gl.constexpr,
     Q_SCALE_ON_DEVICE: gl.constexpr,
     K_SCALE_ON_DEVICE: gl.constexpr,
     V_SCALE_ON_DEVICE: gl.constexpr,
     HAS_TAILS: gl.constexpr,
+    HAS_LSE: gl.constexpr,
     COST: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """partial = softmax(scale * q K^T) V over the keys of one block, for each of its picks"""
+    """partial = softmax(scale * q K^T) V over one block, for each of its picks; out = their merge
+
+    All programs run at the same time: they wait for each other.
+    """
     if not yields(overlap_ptr, COST):
         return
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -478,28 +595,34 @@ def _attend_tiles_kernel(
     gl.warp_specialize(
         [
             (_attend_tiles, (
-                items_ptr, entries_ptr, totals_ptr, scale, out_scale, partial_out_ptr, lse_ptr,
+                items_ptr, entries_ptr, totals_ptr, progress_ptr, scale, out_scale,
+                partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
                 queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                group, head, heads_at_once, num_heads, first_token, num_slots, max_items,
-                max_entries, 0, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SIGN,
+                num_turns, num_heads, num_rows, chunk_tokens, max_items, max_entries,
+                0, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, PADDED_SLOTS, AT_ONCE,
+                SIGN, HAS_LSE,
             )),
             (_attend_tiles, (
-                items_ptr, entries_ptr, totals_ptr, scale, out_scale, partial_out_ptr, lse_ptr,
+                items_ptr, entries_ptr, totals_ptr, progress_ptr, scale, out_scale,
+                partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
                 queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                group, head, heads_at_once, num_heads, first_token, num_slots, max_items,
-                max_entries, 1, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SIGN,
+                num_turns, num_heads, num_rows, chunk_tokens, max_items, max_entries,
+                1, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, PADDED_SLOTS, AT_ONCE,
+                SIGN, HAS_LSE,
             )),
             (_attend_tiles, (
-                items_ptr, entries_ptr, totals_ptr, scale, out_scale, partial_out_ptr, lse_ptr,
+                items_ptr, entries_ptr, totals_ptr, progress_ptr, scale, out_scale,
+                partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
                 queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                group, head, heads_at_once, num_heads, first_token, num_slots, max_items,
-                max_entries, 2, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SIGN,
+                num_turns, num_heads, num_rows, chunk_tokens, max_items, max_entries,
+                2, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, PADDED_SLOTS, AT_ONCE,
+                SIGN, HAS_LSE,
             )),
             (_load_tiles, (
                 k_desc, v_desc, k_tails, v_tails, q_desc, seq_lens_ptr, page_table_ptr,
                 stride_table, items_ptr, entries_ptr, totals_ptr,
                 queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                group, head, heads_at_once, num_heads, num_blocks, max_items, max_entries,
+                num_turns, num_heads, num_blocks, max_items, max_entries,
                 page_rows, head_rows, head_columns,
                 GROUP, GROUP_ROWS, PAGES, TILES, HAS_TAILS,
             )),
@@ -533,76 +656,27 @@ def attend(
 ) -> None:
     """:func:`msattn.attend`, where union tiles of that cost yield; else nothing.
 
-    ``queries`` are contiguous and of the cache's dtype. Partial outputs take ``partial_bytes`` at
-    most, if those of one token do.
+    ``queries``, of the cache's dtype, ``out`` and ``lse`` are contiguous. Partial outputs take
+    ``partial_bytes`` at most, if those of a few tokens do.
     """
-    group_rows = rows_of_a_token(plan.config)
+    config, slots, dtype = plan.config, block_ids.shape[2], queries.dtype
+    group_rows, slots_padded = rows_of_a_token(config), launch.power_of_two_above(slots)
     index = twin.reverse_index(
         block_ids,
         cache,
         page_table,
         plan,
-        partial_bytes,
+        partial_bytes // BUFFERS,
         {"overlap_ptr": overlap, "UNION_TOKENS": cost},
         item_picks=ROWS.value // group_rows,
     )
-    for chunk in range(index.num_chunks):
-        for head in range(0, plan.config.num_kv_heads, index.heads_at_once):
-            _attend_chunk(
-                queries,
-                cache,
-                page_table,
-                plan,
-                index,
-                chunk,
-                head,
-                softmax_scale,
-                q_scale,
-                out,
-                lse,
-                overlap,
-                cost,
-                tails,
-            )
-
-
-def _attend_chunk(
-    queries: torch.Tensor,
-    cache: KVCache,
-    page_table: torch.Tensor,
-    plan: Plan,
-    index: ReverseIndex,
-    chunk: int,
-    head: int,
-    softmax_scale: float,
-    q_scale: Scale,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    overlap: torch.Tensor,
-    cost: float,
-    tails: Tails | None,
-) -> None:
-    """Partial outputs of a chunk of tokens and the KV heads from ``head`` on, and their merge."""
-    config, slots = plan.config, index.lse.shape[2]
-    group_size, dtype = config.group_size, queries.dtype
-    shape = (index.heads_at_once, index.chunk_tokens * slots, group_size, D.value)
+    shape = (BUFFERS, index.chunk_tokens * slots, config.group_size, D.value)
     partial_out = plan.workspace("kv_major_out", shape, dtype)
     k_pages, v_pages = pages_descriptor(cache.k), pages_descriptor(cache.v)
     k_tails, v_tails = tails or (k_pages, v_pages)
     place = area(cache.k)
     assert place is not None
-    group_rows = rows_of_a_token(config)
     rows = (queries.shape[0] * config.num_q_heads, D.value)
-    common = {
-        "overlap_ptr": overlap,
-        "COST": cost,
-        "head": head,
-        "num_heads": config.num_kv_heads,
-        "first_token": chunk * index.chunk_tokens,
-        "num_slots": slots,
-        "max_entries": index.entries.shape[1],
-        "GROUP": group_size,
-    }
     _attend_tiles_kernel[(launch.num_processors(queries.device),)](
         k_pages,
         v_pages,
@@ -619,24 +693,37 @@ def _attend_chunk(
         items_ptr=index.items,
         entries_ptr=index.entries,
         totals_ptr=index.totals,
+        progress_ptr=index.progress,
+        overlap_ptr=overlap,
         partial_out_ptr=partial_out,
         lse_ptr=index.lse,
-        group=chunk * config.num_kv_heads + head,
-        heads_at_once=index.heads_at_once,
+        row_request_ptr=plan.tiles(1).request,
+        out_ptr=out,
+        out_lse_ptr=out if lse is None else lse,
+        num_turns=len(index.totals),
+        num_heads=config.num_kv_heads,
+        num_rows=plan.max_rows,
+        chunk_tokens=index.chunk_tokens,
         num_blocks=plan.num_blocks,
         max_items=index.items.shape[1],
+        max_entries=index.entries.shape[1],
         page_rows=place.page_rows,
         head_rows=place.head_rows,
         head_columns=place.head_columns,
-        **common,
         CONSUMERS=CONSUMERS,
+        GROUP=config.group_size,
         GROUP_ROWS=group_rows,
         PAGES=PAGES,
         TILES=TILES,
+        SLOTS=slots,
+        PADDED_SLOTS=slots_padded,
+        AT_ONCE=slots_at_once(group_rows, slots_padded),
         DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         HAS_TAILS=tails is not None,
+        HAS_LSE=lse is not None,
+        COST=cost,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
+        launch_cooperative_grid=True,
     )
-    combine(partial_out, index, plan, out, lse, group_rows, common)

@@ -487,7 +487,7 @@ def area(side: torch.Tensor) -> Area | None:
 
 
 def attend(
-    q: torch.Tensor,
+    queries: torch.Tensor,
     cache: KVCache,
     plan: Plan,
     tile: Tile,
@@ -500,17 +500,18 @@ def attend(
     may_yield: bool,
     tails: Tails | None,
 ) -> None:
-    """:func:`msattn.attend` over the lists; nothing where they yield to the other schedule."""
+    """:func:`msattn.attend` over the lists; nothing where they yield to the other schedule.
+
+    ``queries``, of the cache's dtype, ``out`` and ``lse`` are contiguous.
+    """
     config, dtype = plan.config, cache.format.storage_dtype
-    queries = q.to(dtype).contiguous()
-    own_out, own_lse = out.contiguous(), None if lse is None else lse.contiguous()
     k_area, v_area = area(cache.k), area(cache.v)
     assert k_area is not None and v_area is not None and k_area[1:] == v_area[1:]
     k_desc, v_desc = pages_descriptor(cache.k), pages_descriptor(cache.v)
     k_tails, v_tails = tails or (k_desc, v_desc)
     rows = (queries.shape[0] * config.num_q_heads, D.value)
     num_tiles, num_heads = lists.counts.shape
-    grid = (min(launch.num_processors(q.device), num_tiles * num_heads),)
+    grid = (min(launch.num_processors(queries.device), num_tiles * num_heads),)
     _union_kernel[grid](
         k_desc,
         v_desc,
@@ -526,8 +527,8 @@ def attend(
         pages_ptr=lists.pages,
         counts_ptr=lists.counts,
         overlap_ptr=lists.overlap,
-        out_ptr=own_out,
-        lse_ptr=own_out if own_lse is None else own_lse,
+        out_ptr=out,
+        lse_ptr=out if lse is None else lse,
         num_tiles=num_tiles,
         num_heads=num_heads,
         max_list=lists.entries.shape[2],
@@ -541,17 +542,13 @@ def attend(
         NUM_PAGES=PAGES,
         DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         HAS_TAILS=tails is not None,
-        HAS_LSE=own_lse is not None,
+        HAS_LSE=lse is not None,
         MAY_YIELD=may_yield,
         COST=tile.cost,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
     )
-    if own_out is not out:
-        out.copy_(own_out)
-    if lse is not None and own_lse is not None and own_lse is not lse:
-        lse.copy_(own_lse)
 
 
 def make_tails(cache: KVCache, plan: Plan) -> Tails:

@@ -62,13 +62,12 @@ def _attend(
     if config.tokens == 1 and slots <= attend_union.MAX_LIST:
         attend_union.attend(q, cache, page_table, block_ids, plan, config, None, *rest)
         return
-    partial_bytes = PARTIAL_BYTES
-    if dequantize.pays(cache, plan):
-        cache, page_table = dequantize.dequantize(cache, plan, q.dtype)
+    partial_bytes, copies = PARTIAL_BYTES, dequantize.pays(cache, plan)
+    tokens = config.tokens
+    lists = attend_union.make_lists(block_ids, cache, plan, tokens, tokens, of_copy=copies)
+    if copies:
+        cache, page_table = dequantize.dequantize(cache, plan, q.dtype, lists.chosen)
         partial_bytes = min(PARTIAL_BYTES, SCRATCH_BYTES - cache.k.nbytes - cache.v.nbytes)
-    lists = attend_union.make_lists(
-        block_ids, cache, page_table, plan, config.tokens, config.tokens
-    )
     may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
     attend_union.attend(
         q, cache, page_table, block_ids, plan, config, lists, *rest, may_yield=may_yield
@@ -82,6 +81,6 @@ def _attend(
             plan,
             *rest,
             lists.overlap,
-            config.tokens,
+            tokens,
             partial_bytes=partial_bytes,
         )

@@ -460,6 +460,7 @@ class ReverseIndex:
     items: torch.Tensor  # [chunks * Hkv, max_items, 4] int32
     entries: torch.Tensor  # [chunks * Hkv, chunk_tokens * K] int32
     totals: torch.Tensor  # [chunks * Hkv, 2] int32
+    progress: torch.Tensor  # [chunks * Hkv, 2] int32: zeros, for who attends
 
 
 def can_serve(plan: Plan, slots: int) -> bool:
@@ -533,16 +534,16 @@ def reverse_index(
     def workspace(name: str, *shape: int) -> torch.Tensor:
         return plan.workspace(f"kv_major_{name}", shape, torch.int32)
 
-    counts, starts = workspace("counts", groups, blocks), workspace("starts", groups, blocks, 2)
-    totals = workspace("totals", groups, 2)
+    zeros = workspace("zeros", groups * (blocks + 4))
+    zero(zeros)
+    counts, totals, progress = zeros.split((groups * blocks, groups * 2, groups * 2))
+    starts = workspace("starts", groups, blocks, 2)
     ranks = workspace("ranks", rows, heads, slots)
     lse = plan.workspace("kv_major_lse", (rows, heads, slots, config.group_size), torch.float32)
     items, entries = (
         workspace("items", groups, max_items, 4),
         workspace("entries", groups, chunk_tokens * slots),
     )
-    zero(counts)
-    zero(totals)
     padded = launch.power_of_two_above(slots)
     tokens = max(1, 128 // padded)
     request = plan.tiles(1).request
@@ -606,7 +607,10 @@ def reverse_index(
         SLOTS=padded,
         ITEM=item_picks,
     )
-    return ReverseIndex(chunk_tokens, num_chunks, heads_at_once, lse, items, entries, totals)
+    totals, progress = totals.view(groups, 2), progress.view(groups, 2)
+    return ReverseIndex(
+        chunk_tokens, num_chunks, heads_at_once, lse, items, entries, totals, progress
+    )
 
 
 def _attend_chunk(

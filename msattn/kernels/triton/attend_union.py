@@ -43,7 +43,16 @@ MAX_LIST = 256
 """Block ids that one tile's list is made of, where the tile has more than one token."""
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_blocks", "num_pages", "num_slots", "max_list"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_table",
+        "num_requests",
+        "num_blocks",
+        "num_pages",
+        "num_slots",
+        "max_list",
+    ]
+)
 def _union_lists_kernel(
     block_ids_ptr,  # [T, Hkv, K] int32
     stride_ids_t,
@@ -60,6 +69,8 @@ def _union_lists_kernel(
     counts_ptr,  # [tiles, Hkv] int32
     tiles_ptr,  # [tiles, 4] int32: request, first row, end of the request's rows, KV length
     overlap_ptr,  # [2] int32, zeros: entries of all lists, once for each part, and picks
+    chosen_ptr,  # [Hkv, R, B] int32, zeros, OF_COPY only: 1 for a block in any list
+    num_requests,
     num_blocks,
     num_pages,
     num_slots,
@@ -68,6 +79,7 @@ def _union_lists_kernel(
     PART: tl.constexpr,  # tokens that are multiplied together; a tile has some parts
     TOKENS: tl.constexpr,  # of a tile, rounded up to a power of two
     SLOTS: tl.constexpr,  # K rounded up to a power of two
+    OF_COPY: tl.constexpr,  # pages are those of the copy that dequantize makes
 ):
     """list = sorted(union of the visible, mapped blocks of a tile's tokens)
 
@@ -112,7 +124,11 @@ def _union_lists_kernel(
     _, tokens = tl.associative_scan((block, 1 << token), 0, _join_run, reverse=True)
     first = listed & (rank_in_run == 1)
     at = tl.cumsum(first.to(tl.int32), 0) - 1
-    page = tl.load(page_table_ptr + request * stride_table + block, mask=first, other=0)
+    if OF_COPY:
+        page = request * num_blocks + block
+        tl.store(chosen_ptr + head * num_requests * num_blocks + page, 1, mask=first)
+    else:
+        page = tl.load(page_table_ptr + request * stride_table + block, mask=first, other=0)
     tl.store(entries_ptr + out * max_list + at, (block << 16) | tokens, mask=first)
     tl.store(pages_ptr + out * max_list + at, page, mask=first)
     count = tl.sum(first.to(tl.int32), 0)
@@ -484,24 +500,32 @@ class Lists(NamedTuple):
     counts: torch.Tensor  # [tiles, Hkv] int32
     tiles: torch.Tensor  # [tiles, 4] int32: request, first row, end of its rows, KV length
     overlap: torch.Tensor  # [2] int32: entries of all lists, once for each part, and picks
+    chosen: torch.Tensor  # [Hkv * R * B] int32: 1 for a block in any list; empty, if not of a copy
 
 
 def make_lists(
     block_ids: torch.Tensor,
     cache: KVCache,
-    page_table: torch.Tensor,
     plan: Plan,
     tokens: int,
     part: int,
+    *,
+    of_copy: bool = False,
 ) -> Lists:
-    """The lists of tiles of ``tokens`` tokens, of which ``part`` are multiplied together."""
+    """The lists of tiles of ``tokens`` tokens, of which ``part`` are multiplied together.
+
+    Args:
+        of_copy: pages are those of the copy of the cache that :mod:`.dequantize` makes.
+    """
     tiles, slots = plan.tiles(tokens), block_ids.shape[2]
     groups = (len(tiles.request), plan.config.num_kv_heads)
     entries, pages = plan.workspace("lists", (2, *groups, tokens * max(slots, 1)), torch.int32)
     counts = plan.workspace("list_counts", groups, torch.int32)
     facts = plan.workspace("list_tiles", (groups[0], 4), torch.int32)
-    overlap = plan.workspace("overlap", (2,), torch.int32)
-    zero(overlap)
+    blocks = plan.config.num_kv_heads * plan.num_requests * plan.num_blocks if of_copy else 0
+    zeros = plan.workspace("list_zeros", (2 + blocks,), torch.int32)
+    zero(zeros)
+    overlap, chosen = zeros.split((2, blocks))
     padded, padded_tokens = launch.power_of_two_above(slots), launch.power_of_two_above(tokens)
     start(
         _union_lists_kernel,
@@ -511,13 +535,15 @@ def make_lists(
         *tiles,
         plan.cu_seqlens_q,
         plan.seq_lens,
-        page_table,
-        page_table.stride(0),
+        plan.page_table,
+        plan.page_table.stride(0),
         entries,
         pages,
         counts,
         facts,
         overlap,
+        chosen,
+        num_requests=plan.num_requests,
         num_blocks=plan.num_blocks,
         num_pages=cache.num_pages,
         num_slots=slots,
@@ -526,10 +552,11 @@ def make_lists(
         PART=part,
         TOKENS=padded_tokens,
         SLOTS=padded,
+        OF_COPY=of_copy,
         # One warp sorts by shuffles alone; more would meet at barriers.
         num_warps=max(1, padded_tokens * padded // 256),
     )
-    return Lists(entries, pages, counts, facts, overlap)
+    return Lists(entries, pages, counts, facts, overlap, chosen)
 
 
 def attend(
@@ -564,7 +591,7 @@ def attend(
     stages = _choose_stages(cache, msa, rows, tma=tma, direct=lists is None)
     k_desc, v_desc = launch.pool_descriptors(cache) if tma else (None, None)
     # Not read without lists.
-    entries, pages, counts, _, overlap = lists or (arrivals,) * 5
+    entries, pages, counts, _, overlap, _ = lists or (arrivals,) * 6
     start(
         _attend_kernel,
         (*groups, config.splits),

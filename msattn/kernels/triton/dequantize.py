@@ -1,7 +1,8 @@
 """Pages of an fp8 or NVFP4 pool in 16 bits, once for all the query tiles that will read them.
 
 A prompt's tokens read each page many times, and converting it costs more than reading it twice as
-wide. The scratch is bounded: longer contexts convert in the attention kernels.
+wide. Blocks that no token chose are left out. The scratch is bounded: longer contexts convert in
+the attention kernels.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def _dequantize_kernel(
     seq_lens_ptr,
     page_table_ptr,
     stride_table,
+    chosen_ptr,  # [Hkv, R, B] int32: 1 for a block that a token chose
     scratch_ptr,  # [R * B, Hkv, 128, 2 * D] 16 bit
     scratch_table_ptr,  # [R, B] int32
     num_blocks,
@@ -45,7 +47,7 @@ def _dequantize_kernel(
     NATIVE_FP8: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """scratch[request, block] = page of the block; one program: one block of one KV head.
+    """scratch[request, block] = page of a chosen block; one program: one block of one KV head.
 
     The cache's factors stay outside, with the softmax scale and the output.
     """
@@ -56,7 +58,7 @@ def _dequantize_kernel(
     scratch_page = request * num_blocks + block
     if head == 0:
         tl.store(scratch_table_ptr + scratch_page, tl.where(used, scratch_page, -1))
-    if not used:
+    if not used or tl.load(chosen_ptr + head * tl.num_programs(1) * num_blocks + scratch_page) == 0:
         return
     k_base = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
     v_base = v_ptr + page * stride_v_page + head.to(tl.int64) * stride_v_head
@@ -93,9 +95,9 @@ def pays(cache: KVCache, plan: Plan) -> bool:
 
 
 def dequantize(
-    cache: KVCache, plan: Plan, query_dtype: torch.dtype
+    cache: KVCache, plan: Plan, query_dtype: torch.dtype, chosen: torch.Tensor
 ) -> tuple[KVCache, torch.Tensor]:
-    """A 16 bit cache of the step's pages, and the page table ``[R, B]`` that goes with it.
+    """A 16 bit cache of the chosen blocks, and the page table ``[R, B]`` that goes with it.
 
     In the queries' own dtype where that has 16 bits: fp8 and NVFP4 numbers are exact in both.
     """
@@ -112,6 +114,7 @@ def dequantize(
         seq_lens_ptr=plan.seq_lens,
         page_table_ptr=plan.page_table,
         stride_table=plan.page_table.stride(0),
+        chosen_ptr=chosen,
         scratch_ptr=scratch,
         scratch_table_ptr=table,
         num_blocks=blocks,
