@@ -1,14 +1,14 @@
-"""KV-major attention on Hopper: three warpgroups multiply, a fourth warp loads by the copy engine.
+"""KV-major attention on Hopper: two warpgroups multiply, one merges, a warp loads by the copy engine.
 
 The reverse index is the twin's (``kernels/triton/attend_kv_major.py``), its items are tiles of 64
 rows: a few picks of one block, GROUP_ROWS rows each. One launch takes turns, each of them a chunk
 of tokens and a KV head. Programs are persistent, and each takes a contiguous share of a turn's
 tiles, so that a block that many tokens chose is many programs' work. The producer loads a block's K
 and V when the first of its tiles comes and gathers the queries of each tile; consumers take tiles
-in turn. A tile's outputs are partial. Between their tiles the consumers merge the partial outputs
-of the turn before: products for tensor cores and a stream for the memory, side by side. Two buffers
-of partial outputs take turns, and counters in global memory say which turns have been attended and
-merged by everybody; all programs run at the same time.
+in turn. A tile's outputs are partial. Those of one turn are merged while the next one is attended:
+products for the tensor cores and a stream for the memory, side by side. Two buffers of partial
+outputs take turns, and counters in global memory say which turns have been attended and merged by
+everybody; all programs run at the same time.
 
 A pick's partial output is stored in lines, ``[4, GROUP, 32]`` numbers: quarters of the columns. Of
 each 32, a thread of the product has 8, of which it makes one store of 16 bytes; a warp's stores are
@@ -49,7 +49,7 @@ from .attend_union import (
 )
 from .merge_partials import merge_token, slots_at_once
 
-CONSUMERS = 3
+CONSUMERS = 2
 PAGES = 2
 """Blocks whose K and V are there: the one of the tiles at work, and the next."""
 TILES = 6
@@ -59,7 +59,7 @@ barriers: another one could be a round ahead of a copy that is late, and take th
 for its own."""
 BUFFERS = 2
 """Of partial outputs: of the turn at work, and of the one before."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 152, 48
+CONSUMER_REGISTERS, MERGER_REGISTERS, PRODUCER_REGISTERS = 168, 128, 48
 MIN_GROUP = 3
 """Smaller groups would fill less than half of these rows; the twin's tiles have no such gaps."""
 
@@ -220,9 +220,6 @@ def _attend_tiles(
     out_scale,
     partial_out_ptr,
     lse_ptr,
-    row_request_ptr,
-    out_ptr,
-    out_lse_ptr,
     queries,
     keys,
     values,
@@ -232,7 +229,6 @@ def _attend_tiles(
     kv_empty,
     num_turns,
     num_heads,
-    num_rows,
     chunk_tokens,
     max_items,
     max_entries,
@@ -243,12 +239,9 @@ def _attend_tiles(
     PAGES: gl.constexpr,
     TILES: gl.constexpr,
     SLOTS: gl.constexpr,
-    PADDED_SLOTS: gl.constexpr,
-    AT_ONCE: gl.constexpr,
     SIGN: gl.constexpr,
-    HAS_LSE: gl.constexpr,
 ):
-    """A consumer: the partial outputs of every CONSUMERS-th tile of the program, and merges."""
+    """A consumer: the partial outputs of every CONSUMERS-th tile of the program."""
     DTYPE: gl.constexpr = keys.dtype
     product: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]
@@ -267,142 +260,117 @@ def _attend_tiles(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, lines))
     place, member = r // GROUP_ROWS, r % GROUP_ROWS
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=product)
-    everybody = gl.num_programs(0) * CONSUMERS
-    quota = (chunk_tokens + everybody - 1) // everybody  # merges of a turn
     step = 0  # tiles of the turns before
     block = -1  # the last tile's, counted over all of the program's blocks
-    held = -1  # the block that this consumer keeps from being overwritten,
-    gone = -1  # unless it has let it go
-    for turn in range(num_turns + 1):
-        merged = 0
-        if turn < num_turns:
-            items = items_ptr + max_items.to(gl.int64) * 4 * turn
-            entries = entries_ptr + max_entries.to(gl.int64) * turn
-            first_token = turn // num_heads * chunk_tokens
-            # Rows of the chunk: offsets from its first one fit 32 bits.
-            lses = lse_ptr + first_token.to(gl.int64) * num_heads * SLOTS * GROUP
-            buffer = _buffer(partial_out_ptr, turn, max_entries, GROUP)
-            begin, end = _share(totals_ptr, turn)
-            if turn > 1:
-                # The buffer's last turn, two before, has been merged.
-                _wait_for(progress_ptr + (turn - 2) * 2 + 1, everybody)
-            if begin < end:
-                own = begin + (CONSUMER + CONSUMERS - step % CONSUMERS) % CONSUMERS
-                num_own = (gl.maximum(end - own, 0) + CONSUMERS - 1) // CONSUMERS
-                row = -1
-                next_row, next_first, next_picks, next_limit = _load_item(
-                    items, gl.minimum(own, end - 1)
-                )
-                passed = _count_blocks(items, gl.minimum(own, end - 1), begin, row, CONSUMERS)
-                next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
-                for i in range(num_own):
-                    tile = own + i * CONSUMERS
-                    row, picks, limit, pick = next_row, next_picks, next_limit, next_pick
-                    block += passed
-                    # Of the next tile: what the loop needs at its start must be there.
-                    next_tile = gl.minimum(tile + CONSUMERS, end - 1)
-                    next_row, next_first, next_picks, next_limit = _load_item(items, next_tile)
-                    passed = _count_blocks(items, next_tile, begin, row, CONSUMERS)
+    for turn in range(num_turns):
+        items = items_ptr + max_items.to(gl.int64) * 4 * turn
+        entries = entries_ptr + max_entries.to(gl.int64) * turn
+        first_token = turn // num_heads * chunk_tokens
+        # Rows of the chunk: offsets from its first one fit 32 bits.
+        lses = lse_ptr + first_token.to(gl.int64) * num_heads * SLOTS * GROUP
+        buffer = _buffer(partial_out_ptr, turn, max_entries, GROUP)
+        begin, end = _share(totals_ptr, turn)
+        if turn > 1:
+            # The buffer's last turn, two before, has been merged.
+            _wait_for(progress_ptr + (turn - 2) * 2 + 1, gl.num_programs(0))
+        if begin < end:
+            gone = block  # with the turn before
+            held = block  # what this consumer keeps from being overwritten
+            own = begin + (CONSUMER + CONSUMERS - step % CONSUMERS) % CONSUMERS
+            num_own = (gl.maximum(end - own, 0) + CONSUMERS - 1) // CONSUMERS
+            row = -1
+            next_row, next_first, next_picks, next_limit = _load_item(
+                items, gl.minimum(own, end - 1)
+            )
+            passed = _count_blocks(items, gl.minimum(own, end - 1), begin, row, CONSUMERS)
+            next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
+            for i in range(num_own):
+                tile = own + i * CONSUMERS
+                row, picks, limit, pick = next_row, next_picks, next_limit, next_pick
+                block += passed
+                # Of the next tile: what the loop needs at its start must be there.
+                next_tile = gl.minimum(tile + CONSUMERS, end - 1)
+                next_row, next_first, next_picks, next_limit = _load_item(items, next_tile)
+                passed = _count_blocks(items, next_tile, begin, row, CONSUMERS)
 
-                    _advance(kv_full, kv_empty, gone, held, block, PAGES)
-                    held = block
-                    kv_slot = block % PAGES
-                    at = step + tile - begin
-                    slot = at % TILES
-                    mbarrier.wait(q_full.index(slot), (at // TILES) & 1)
-                    s = warpgroup_mma(
-                        queries.index(2 * slot),
-                        keys.index(kv_slot).slice(0, HALF, dim=1).permute((1, 0)),
-                        zero,
-                        use_acc=False,
-                        is_async=True,
-                    )
-                    s = warpgroup_mma(
-                        queries.index(2 * slot + 1),
-                        keys.index(kv_slot).slice(HALF, HALF, dim=1).permute((1, 0)),
-                        s,
-                        is_async=True,
-                    )
-                    next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                    mbarrier.arrive(q_empty.index(slot), count=1)
-                    if SIGN < 0:
-                        s = -s
-                    if SIGN == 0:
-                        s = s * 0.0
-                    # Every pick sees the first key of its block: no row is empty.
-                    if limit < SEEN_WHOLE:
-                        last_key = (pick >> SLOT_BITS) + limit
-                        s = gl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
-                    maximum = gl.max(s, 1) * scale
-                    p = gl.exp2(s * scale - maximum[:, None])
-                    total = gl.sum(p, 1)
-                    p = gl.convert_layout(p.to(DTYPE), weights)
-                    o = warpgroup_mma(p, values.index(kv_slot), zero, use_acc=False, is_async=True)
-                    o = warpgroup_mma_wait(0, deps=(o,))
-
-                    live = (place < picks) & (member < GROUP)
-                    token, pick_slot = (pick >> SLOT_BITS) - first_token, pick & SLOT_MASK
-                    head = turn % num_heads
-                    lse = ((token * num_heads + head) * SLOTS + pick_slot) * GROUP + member
-                    gl.store(lses + lse, maximum + gl.log2(total), mask=live)
-                    o = (o * (out_scale / total)[:, None]).to(DTYPE)
-                    o = gl.reshape(o, (ROWS, 4, 4, 4, 2))
-                    o = gl.reshape(gl.permute(o, (0, 1, 3, 2, 4)), (ROWS, D))
-                    partial = (token * SLOTS + pick_slot) * (GROUP * D) + member * 32
-                    partial = gl.convert_layout(partial, gl.SliceLayout(1, lines))
-                    column = d // 32 * (GROUP * 32) + d % 32
-                    gl.store(
-                        buffer + partial[:, None] + column[None, :],
-                        gl.convert_layout(o, lines),
-                        mask=gl.convert_layout(live, gl.SliceLayout(1, lines))[:, None],
-                    )
-                    # In the middle half of a turn nobody waits for those that are behind.
-                    due = quota * gl.maximum(4 * (i + 1) - num_own, 0) // (2 * num_own)
-                    merged = _merge_tokens(
-                        merged, gl.minimum(due, quota), turn - 1, progress_ptr, partial_out_ptr,
-                        lse_ptr, row_request_ptr, out_ptr, out_lse_ptr, num_heads, num_rows, chunk_tokens,
-                        max_entries, CONSUMER, CONSUMERS, SLOTS, PADDED_SLOTS, AT_ONCE, GROUP, GROUP_ROWS,
-                        HAS_LSE,
-                    )  # fmt: skip
-                # Blocks of the tiles behind the own last one.
-                for tile in range(gl.maximum(own + (num_own - 1) * CONSUMERS + 1, begin), end):
-                    tile_row = gl.load(items + tile * 4)
-                    block += (tile_row != row).to(gl.int32)
-                    row = tile_row
-                # Whoever waits for others must not keep them from going on.
                 _advance(kv_full, kv_empty, gone, held, block, PAGES)
-                mbarrier.arrive(kv_empty.index(block % PAGES), count=1)
                 held = block
-                gone = block
-                step += end - begin
-            _signal(progress_ptr + turn * 2)
-        merged = _merge_tokens(
-            merged, quota, turn - 1, progress_ptr, partial_out_ptr,
-            lse_ptr, row_request_ptr, out_ptr, out_lse_ptr, num_heads, num_rows, chunk_tokens,
-            max_entries, CONSUMER, CONSUMERS, SLOTS, PADDED_SLOTS, AT_ONCE, GROUP, GROUP_ROWS,
-            HAS_LSE,
-        )  # fmt: skip
-        if turn > 0:
-            _signal(progress_ptr + (turn - 1) * 2 + 1)
+                kv_slot = block % PAGES
+                at = step + tile - begin
+                slot = at % TILES
+                mbarrier.wait(q_full.index(slot), (at // TILES) & 1)
+                s = warpgroup_mma(
+                    queries.index(2 * slot),
+                    keys.index(kv_slot).slice(0, HALF, dim=1).permute((1, 0)),
+                    zero,
+                    use_acc=False,
+                    is_async=True,
+                )
+                s = warpgroup_mma(
+                    queries.index(2 * slot + 1),
+                    keys.index(kv_slot).slice(HALF, HALF, dim=1).permute((1, 0)),
+                    s,
+                    is_async=True,
+                )
+                next_pick = gl.load(entries + next_first + gl.minimum(place, next_picks - 1))
+                s = warpgroup_mma_wait(0, deps=(s,))
+                mbarrier.arrive(q_empty.index(slot), count=1)
+                if SIGN < 0:
+                    s = -s
+                if SIGN == 0:
+                    s = s * 0.0
+                # Every pick sees the first key of its block: no row is empty.
+                if limit < SEEN_WHOLE:
+                    last_key = (pick >> SLOT_BITS) + limit
+                    s = gl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
+                maximum = gl.max(s, 1) * scale
+                p = gl.exp2(s * scale - maximum[:, None])
+                total = gl.sum(p, 1)
+                p = gl.convert_layout(p.to(DTYPE), weights)
+                o = warpgroup_mma(p, values.index(kv_slot), zero, use_acc=False, is_async=True)
+                o = warpgroup_mma_wait(0, deps=(o,))
+
+                live = (place < picks) & (member < GROUP)
+                token, pick_slot = (pick >> SLOT_BITS) - first_token, pick & SLOT_MASK
+                head = turn % num_heads
+                lse = ((token * num_heads + head) * SLOTS + pick_slot) * GROUP + member
+                gl.store(lses + lse, maximum + gl.log2(total), mask=live)
+                o = (o * (out_scale / total)[:, None]).to(DTYPE)
+                o = gl.reshape(o, (ROWS, 4, 4, 4, 2))
+                o = gl.reshape(gl.permute(o, (0, 1, 3, 2, 4)), (ROWS, D))
+                partial = (token * SLOTS + pick_slot) * (GROUP * D) + member * 32
+                partial = gl.convert_layout(partial, gl.SliceLayout(1, lines))
+                column = d // 32 * (GROUP * 32) + d % 32
+                gl.store(
+                    buffer + partial[:, None] + column[None, :],
+                    gl.convert_layout(o, lines),
+                    mask=gl.convert_layout(live, gl.SliceLayout(1, lines))[:, None],
+                )
+            # Blocks of the tiles behind the own last one.
+            for tile in range(gl.maximum(own + (num_own - 1) * CONSUMERS + 1, begin), end):
+                tile_row = gl.load(items + tile * 4)
+                block += (tile_row != row).to(gl.int32)
+                row = tile_row
+            # Whoever waits for others must not keep them from going on.
+            _advance(kv_full, kv_empty, gone, held, block, PAGES)
+            mbarrier.arrive(kv_empty.index(block % PAGES), count=1)
+            step += end - begin
+        _signal(progress_ptr + turn * 2)
 
 
 @gluon.jit
-def _merge_tokens(
-    merged,
-    due,
-    turn,
+def _merge_turns(
     progress_ptr,
     partial_out_ptr,
     lse_ptr,
     row_request_ptr,
     out_ptr,
     out_lse_ptr,
+    num_turns,
     num_heads,
     num_rows,
     chunk_tokens,
     max_entries,
-    CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     SLOTS: gl.constexpr,
     PADDED_SLOTS: gl.constexpr,
@@ -411,31 +379,30 @@ def _merge_tokens(
     GROUP_ROWS: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
-    """A consumer's own tokens of a turn, from number ``merged`` to ``due``, which is returned."""
-    if turn >= 0:
-        if (merged == 0) & (due > 0):
-            _wait_for(progress_ptr + turn * 2, gl.num_programs(0) * CONSUMERS)
+    """The merger: every token of a turn that is this program's, when all have attended."""
+    for turn in range(num_turns):
         head = turn % num_heads
+        first_token = turn // num_heads * chunk_tokens
+        end = gl.minimum(chunk_tokens, num_rows - first_token)
         buffer = _buffer(partial_out_ptr, turn, max_entries, GROUP)
-        for i in range(merged, due):
-            token = (i * gl.num_programs(0) + gl.program_id(0)) * CONSUMERS + CONSUMER
-            row = turn // num_heads * chunk_tokens + token
-            if (token < chunk_tokens) & (row < num_rows):
-                if gl.load(row_request_ptr + row) >= 0:
-                    at = row.to(gl.int64)
-                    merge_token(
-                        buffer + token * (SLOTS * GROUP * D),
-                        lse_ptr + (at * num_heads + head) * (SLOTS * GROUP),
-                        out_ptr + (at * num_heads + head) * (GROUP * D),
-                        out_lse_ptr + (at * num_heads + head) * GROUP,
-                        SLOTS,
-                        PADDED_SLOTS,
-                        AT_ONCE,
-                        GROUP,
-                        GROUP_ROWS,
-                        HAS_LSE,
-                    )
-    return gl.maximum(merged, due)
+        _wait_for(progress_ptr + turn * 2, gl.num_programs(0) * CONSUMERS)
+        for token in range(gl.program_id(0), end, gl.num_programs(0)):
+            row = first_token + token
+            if gl.load(row_request_ptr + row) >= 0:
+                at = row.to(gl.int64) * num_heads + head
+                merge_token(
+                    buffer + token * (SLOTS * GROUP * D),
+                    lse_ptr + at * (SLOTS * GROUP),
+                    out_ptr + at * (GROUP * D),
+                    out_lse_ptr + at * GROUP,
+                    SLOTS,
+                    PADDED_SLOTS,
+                    AT_ONCE,
+                    GROUP,
+                    GROUP_ROWS,
+                    HAS_LSE,
+                )
+        _signal(progress_ptr + turn * 2 + 1)
 
 
 @gluon.jit
@@ -446,7 +413,7 @@ def _buffer(partial_out_ptr, turn, max_entries, GROUP: gl.constexpr):
 
 @gluon.jit
 def _signal(counter):
-    """One more consumer is done: what its threads have stored or loaded happened before."""
+    """One more partition is done: what its threads have stored or loaded happened before."""
     gl.thread_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
@@ -529,7 +496,7 @@ def _attend_tiles_kernel(
     items_ptr,  # the reverse index, see the twin; a turn is one of its groups
     entries_ptr,
     totals_ptr,
-    progress_ptr,  # [turns, 2] int32, zeros: consumers that have attended, that have merged
+    progress_ptr,  # [turns, 2] int32, zeros: consumers that have attended, mergers that are done
     overlap_ptr,
     partial_out_ptr,  # [BUFFERS, chunk tokens * K, 4, GROUP, 32]
     lse_ptr,  # [T, Hkv, K, GROUP] fp32, base 2
@@ -563,6 +530,7 @@ def _attend_tiles_kernel(
     HAS_LSE: gl.constexpr,
     COST: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
+    MERGER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """partial = softmax(scale * q K^T) V over one block, for each of its picks; out = their merge
@@ -596,27 +564,20 @@ def _attend_tiles_kernel(
         [
             (_attend_tiles, (
                 items_ptr, entries_ptr, totals_ptr, progress_ptr, scale, out_scale,
-                partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
-                queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                num_turns, num_heads, num_rows, chunk_tokens, max_items, max_entries,
-                0, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, PADDED_SLOTS, AT_ONCE,
-                SIGN, HAS_LSE,
+                partial_out_ptr, lse_ptr, queries, keys, values, q_full, q_empty, kv_full, kv_empty,
+                num_turns, num_heads, chunk_tokens, max_items, max_entries,
+                0, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, SIGN,
             )),
             (_attend_tiles, (
                 items_ptr, entries_ptr, totals_ptr, progress_ptr, scale, out_scale,
-                partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
-                queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                num_turns, num_heads, num_rows, chunk_tokens, max_items, max_entries,
-                1, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, PADDED_SLOTS, AT_ONCE,
-                SIGN, HAS_LSE,
+                partial_out_ptr, lse_ptr, queries, keys, values, q_full, q_empty, kv_full, kv_empty,
+                num_turns, num_heads, chunk_tokens, max_items, max_entries,
+                1, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, SIGN,
             )),
-            (_attend_tiles, (
-                items_ptr, entries_ptr, totals_ptr, progress_ptr, scale, out_scale,
-                partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
-                queries, keys, values, q_full, q_empty, kv_full, kv_empty,
-                num_turns, num_heads, num_rows, chunk_tokens, max_items, max_entries,
-                2, CONSUMERS, GROUP, GROUP_ROWS, PAGES, TILES, SLOTS, PADDED_SLOTS, AT_ONCE,
-                SIGN, HAS_LSE,
+            (_merge_turns, (
+                progress_ptr, partial_out_ptr, lse_ptr, row_request_ptr, out_ptr, out_lse_ptr,
+                num_turns, num_heads, num_rows, chunk_tokens, max_entries,
+                CONSUMERS, SLOTS, PADDED_SLOTS, AT_ONCE, GROUP, GROUP_ROWS, HAS_LSE,
             )),
             (_load_tiles, (
                 k_desc, v_desc, k_tails, v_tails, q_desc, seq_lens_ptr, page_table_ptr,
@@ -628,7 +589,7 @@ def _attend_tiles_kernel(
             )),
         ],
         [4, 4, 1],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [CONSUMER_REGISTERS, MERGER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
 
@@ -723,6 +684,7 @@ def attend(
         HAS_LSE=lse is not None,
         COST=cost,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        MERGER_REGISTERS=MERGER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
         launch_cooperative_grid=True,

@@ -1,4 +1,4 @@
-"""The merge of a token's partial outputs, between the tiles of the KV-major schedule on Hopper.
+"""The merge of a token's partial outputs, beside the tiles of the KV-major schedule on Hopper.
 
 Partial outputs lie in lines, ``[4, GROUP, 32]`` numbers with the columns of a line as the product's
 threads had them (see :mod:`.attend_kv_major`). A warpgroup merges those of one token and KV head
