@@ -49,26 +49,33 @@ def load_chunk(row_ptr, stride, start, first, last, CHUNK: tl.constexpr, VECTOR:
 
 
 @triton.jit
-def kth_key(keys, k):
-    """The k-th largest of the keys."""
-    low, high = tl.min(keys), tl.max(keys)
-    while low < high:  # k keys or more are at least low, fewer than k are above high
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up
+def kth_key(keys, k, low):
+    """The k-th largest of the keys, and how many more than k reach it.
+
+    `low` is one of the keys, and k or more reach it.
+    """
+    high = tl.max(keys)
+    excess = tl.sum((keys >= low).to(tl.int32)) - k
+    while (excess > 0) & (low < high):
+        # Few too many: one after the other goes. Else by halves, rounded up.
+        middle = tl.where(excess < 4, low + 1, (low | high) - ((low ^ high) >> 1))
         reach = keys >= middle
         count = tl.sum(reach.to(tl.int32))
         if count >= k:
             low = tl.min(tl.where(reach, keys, _HIGHEST))
-            if count == k:
-                high = low
+            excess = count - k
         else:
             high = tl.max(tl.where(reach, _NOWHERE, keys))
-    return low
+    return low, excess
 
 
 @triton.jit
-def first_of_equals(equal, column, count):
-    """Of the columns that are equal, the smallest ones."""
-    return equal & (-column >= kth_key(tl.where(equal, -column, _NOWHERE), count))
+def first_of_equals(keys, key, column, k):
+    """The k best keys, where more than k reach key; of equal ones, those of the first columns."""
+    above = keys > key
+    order = tl.where(keys == key, -column, _NOWHERE)
+    last, _ = kth_key(order, k - tl.sum(above.to(tl.int32)), tl.min(order))
+    return above | (order >= last)
 
 
 @triton.jit
@@ -108,13 +115,12 @@ def select_best(
     position = tl.arange(0, CHUNK)
     exists = ((position >= first) & (position < last)) | (position + CHUNK < last)
     keys = score_key(largest, exists)
-    key = kth_key(keys, k)
-    above, equal = keys > key, keys == key
-    left = k - tl.sum(above.to(tl.int32))
-    if tl.sum(equal.to(tl.int32)) > left:
+    key, excess = kth_key(keys, k, tl.min(keys))
+    chosen = keys >= key
+    if excess > 0:
         found = first_columns(row_ptr, stride, first, last, key, CHUNK, VECTOR)
-        equal = first_of_equals(equal, found, left)
-    put(out_ptr, stride_out, position, above | equal)
+        chosen = first_of_equals(keys, key, found, k)
+    put(out_ptr, stride_out, position, chosen)
     tl.debug_barrier()  # what one thread has stored, others load
 
     SLOTS: tl.constexpr = triton.next_power_of_2(k)
@@ -126,12 +132,11 @@ def select_best(
     x = tl.load(row_ptr + column * stride, mask=exists, other=0.0)
     # All have loaded their positions before any has the k-th key, and ids overwrite them.
     keys = score_key(x, exists)
-    key = kth_key(keys, k)
-    above, equal = keys > key, keys == key
-    left = k - tl.sum(above.to(tl.int32))
-    if tl.sum(equal.to(tl.int32)) > left:
-        equal = first_of_equals(equal, column, left)
-    put(out_ptr, stride_out, column, above | equal)
+    key, excess = kth_key(keys, k, key)  # the k positions have k scores that reach their k-th best
+    chosen = keys >= key
+    if excess > 0:
+        chosen = first_of_equals(keys, key, column, k)
+    put(out_ptr, stride_out, column, chosen)
 
 
 @triton.jit
