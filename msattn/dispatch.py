@@ -15,6 +15,7 @@ from . import env
 from .arch import device_name
 from .checks import fail, one_of, require_type
 from .config import MSAConfig
+from .kernels.hopper.support import indexer_why_not as hopper_indexer_why_not
 from .kernels.hopper.support import why_not as hopper_why_not
 from .kernels.triton.support import why_not as triton_why_not
 from .kv_format import KVFormat
@@ -71,21 +72,20 @@ def _reference(module: str) -> Implementation:
     return Implementation("reference", f".reference.{module}", _reference_why_not)
 
 
-def _hopper(module: str) -> Implementation:
-    return Implementation("hopper", f".kernels.hopper.{module}", hopper_why_not)
-
-
 def _triton(module: str) -> Implementation:
     return Implementation("triton", f".kernels.triton.{module}", triton_why_not)
 
 
+_HOPPER_ATTEND = Implementation("hopper", ".kernels.hopper.attend", hopper_why_not)
+_HOPPER_INDEXER = Implementation("hopper", ".kernels.hopper.indexer", hopper_indexer_why_not)
+
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "store_kv": (_triton("store"), _reference("store")),
     "store_index_k": (_triton("store"), _reference("store")),
-    "index_scores": (_triton("indexer"), _reference("indexer")),
+    "index_scores": (_HOPPER_INDEXER, _triton("indexer"), _reference("indexer")),
     "select_blocks": (_triton("selection"), _reference("selection")),
-    "index_select": (_triton("indexer"), _reference("indexer")),
-    "attend": (_hopper("attend"), _triton("attend"), _reference("attend")),
+    "index_select": (_HOPPER_INDEXER, _triton("indexer"), _reference("indexer")),
+    "attend": (_HOPPER_ATTEND, _triton("attend"), _reference("attend")),
     "merge_states": (_triton("combine"), _reference("combine")),
 }
 """The implementations of each stage; a new one is a new row here, and no caller changes."""

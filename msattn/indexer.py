@@ -113,4 +113,12 @@ def require_rows(name: str, rows: int, plan: Plan) -> None:
 
 
 def _problem(stage: str, index_q: torch.Tensor, index: IndexCache, plan: Plan) -> Problem:
-    return Problem(stage, index_q.device, plan.config, index.format, index_q.dtype, plan.num_blocks)
+    return Problem(
+        stage,
+        index_q.device,
+        plan.config,
+        index.format,
+        index_q.dtype,
+        plan.num_blocks,
+        plan.query_len_class,
+    )

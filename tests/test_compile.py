@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ HOPPER_STEPS = [
     *((kv_format, group) for kv_format in ("bf16", "fp16") for group in (1, 4, 8, 16, 64)),
     ("fp8_e4m3", 16),
 ]
-HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 16}
+HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 16, "_scores_kernel": 72}
 """Bytes that a program keeps in local memory."""
 HOPPER_LOOP_SPILLS = {("_union_kernel", 8): 12}
 """Uses of them in a loop of 16 products, where a token has so many rows; elsewhere there are none.
@@ -109,13 +109,18 @@ def selection_builds() -> Iterable[Build]:
     types = {"scores_ptr": "*fp32"} | {
         name: "*i32" for name in ("out_ptr", "request_ptr", "cu_seqlens_ptr", "seq_lens_ptr")
     }
-    for chunk, warps, vector in ((256, 1, 4), (256, 1, 1), (1024, 4, 4)):
+    for chunk, chunks, warps, vector in (
+        (256, 8, 1, 4),
+        (256, 8, 1, 1),
+        (1024, 8, 4, 4),
+        (1024, 32, 4, 4),
+    ):
         yield Build(
-            f"select_blocks_{chunk}_vector{vector}",
+            f"select_blocks_{chunks}x{chunk}_vector{vector}",
             "selection:_select_kernel",
             types,
-            {"TOPK": 16, "INIT": 0, "LOCAL": 1, "CHUNK": chunk, "VECTOR": vector}
-            | {"stride_b": 1, "stride_ok": 1},
+            {"TOPK": 16, "INIT": 0, "LOCAL": 1, "CHUNK": chunk, "CHUNKS": chunks}
+            | {"VECTOR": vector, "stride_b": 1, "stride_ok": 1},
             {"num_warps": warps},
         )
 
@@ -266,33 +271,45 @@ def test_hopper_attend_compiles(kv_format: str, group: int) -> None:
             assert loop["products"] == 16 and loop["local"] <= known, loop
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("heads", [1, 4, 16])
+@pytest.mark.parametrize("index_format", ["bf16", "fp16", "fp8_e4m3"])
+def test_hopper_index_compiles(index_format: str, heads: int) -> None:
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, "hopper_index", index_format, str(heads)],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+    assert set(launches) == {"_hide_kernel", "_list_kernel", "_scores_kernel", "_select_kernel"}
+    for name, entry in launches.items():
+        assert entry["stack"] <= HOPPER_SPILLS.get(name, 0), entry
+        assert entry["local"] == 0, entry
+        assert entry["dynamic_shared"] <= SHARED_KIB[90] << 10, entry
+        assert not entry["warnings"], entry
+    kind = {"fp16": "k16.f32.f16.f16", "bf16": "k16.f32.bf16.bf16"}.get(
+        index_format, "k32.f32.e4m3.e4m3"
+    )
+    scores = launches["_scores_kernel"]
+    assert scores["wgmma"] == f"m64n128{kind}", scores
+    assert len(scores["loops"]) == 2, "one for each consumer"
+    for loop in scores["loops"]:
+        assert loop["products"] == (8 if index_format == "fp8_e4m3" else 16), loop
+        assert loop["local"] == 0, loop
+        assert loop["overlaps"], "the maxima of one product are taken while the other is made"
+
+
 def compile_hopper_and_print(kv_format: str, group: int) -> None:
     """One line of JSON for each kernel that ``attend`` launches on Hopper."""
     import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     import msattn
 
-    class Driver:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    launched: dict[str, Any] = {}
-    run = JITFunction.run
-
-    def compile_only(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        launched[kernel.__name__] = run(kernel, *args, **{**kwargs, "warmup": True})
-
-    JITFunction.run = compile_only
-    driver.set_active(Driver())
+    launched = compile_launches(lambda: 90)
     from msattn.kernels.hopper import attend
     from msattn.kernels.triton import attend_union, launch
 
@@ -307,34 +324,44 @@ def compile_hopper_and_print(kv_format: str, group: int) -> None:
     ids = torch.zeros(200, config.num_kv_heads, config.topk, dtype=torch.int32)
     cache = msattn.KVCache.allocate(1, config, kv_format)
     attend.attend(q, cache, ids, plan, 0.1, 1.0, torch.zeros_like(q), torch.zeros(q.shape[:2]))
-    scratch = sum(tensor.nbytes for tensor in plan._workspaces.values())
-    for name, compiled in launched.items():
-        usage = resources(compiled.asm["cubin"])
-        usage["dynamic_shared"] = compiled.metadata.shared
-        wgmma = re.findall(r"wgmma.mma_async.sync.aligned.(\S+)", compiled.asm["ptx"])
-        facts = {"kernel": name, "wgmma": " ".join({*wgmma}), "scratch": scratch, **usage}
-        facts["warnings"] = assembler_warnings(compiled.asm["ptx"])
-        facts["loops"] = product_loops(compiled.asm["cubin"]) if wgmma else []
-        print(json.dumps(facts))
+    print_hopper_launches(launched, plan, 16)
 
 
-def compile_attend_and_print(kv_format: str, step: str) -> None:
-    """One line of JSON for each kernel that ``attend`` launches for M3 on each target."""
+def compile_hopper_index_and_print(index_format: str, heads: int) -> None:
+    """One line of JSON for each kernel that both index stages launch on Hopper."""
     import torch
+
+    import msattn
+
+    launched = compile_launches(lambda: 90)
+    from msattn.kernels.hopper import indexer
+    from msattn.kernels.triton import launch
+
+    launch.capability = lambda device: (9, 0)
+    launch.num_processors = lambda device: 132
+    config = msattn.MSAConfig(16 * heads, heads, heads)
+    table = torch.zeros(1, 160, dtype=torch.int32)
+    plan = msattn.make_plan(msattn.Batch.from_lists([200], [2000], table), config, "bf16")
+    index = msattn.IndexCache.allocate(1, config, index_format)
+    index_q = torch.zeros(200, heads, 128, dtype=index.tensor.dtype)
+    ids = torch.zeros(200, heads, config.topk, dtype=torch.int32)
+    indexer.index_scores(index_q, index, plan, torch.zeros(heads, 200, plan.num_blocks))
+    indexer.index_select(index_q, index, plan, ids)
+    print_hopper_launches(launched, plan, 8 * index.tensor.element_size())
+
+
+def compile_launches(capability: Callable[[], int]) -> dict[str, Any]:
+    """From now on kernels are compiled, not run; the last one of each name."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    import msattn
-
-    capability = 0
-
     class Driver:
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", capability, 32)
+            return GPUTarget("cuda", capability(), 32)
 
         def get_current_device(self) -> int:
-            return capability
+            return capability()
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -347,6 +374,30 @@ def compile_attend_and_print(kv_format: str, step: str) -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Driver())
+    return launched
+
+
+def print_hopper_launches(launched: dict[str, Any], plan: Any, products: int) -> None:
+    """What the assembler made of them; `products` of each consumer's loop."""
+    scratch = sum(tensor.nbytes for tensor in plan._workspaces.values())
+    for name, compiled in launched.items():
+        usage = resources(compiled.asm["cubin"])
+        usage["dynamic_shared"] = compiled.metadata.shared
+        wgmma = re.findall(r"wgmma.mma_async.sync.aligned.(\S+)", compiled.asm["ptx"])
+        facts = {"kernel": name, "wgmma": " ".join({*wgmma}), "scratch": scratch, **usage}
+        facts["warnings"] = assembler_warnings(compiled.asm["ptx"])
+        facts["loops"] = product_loops(compiled.asm["cubin"], products) if wgmma else []
+        print(json.dumps(facts))
+
+
+def compile_attend_and_print(kv_format: str, step: str) -> None:
+    """One line of JSON for each kernel that ``attend`` launches for M3 on each target."""
+    import torch
+
+    import msattn
+
+    capability = 0
+    launched = compile_launches(lambda: capability)
     msattn.arch.capability = lambda device: divmod(capability, 10)
     from msattn.kernels.triton import attend, launch
 
@@ -423,8 +474,11 @@ def resources(cubin: bytes) -> dict[str, int]:
     return dict(zip(names, map(int, found.groups()), strict=True))
 
 
-def product_loops(cubin: bytes) -> list[dict[str, int]]:
-    """Of each 16 products of a warpgroup: the loop around them, and its uses of local memory."""
+_MARKS = {"DEPBAR.LE gsb0, 0x1": "1", "DEPBAR.LE gsb0, 0x0": "0", "FMNMX": "M"}
+
+
+def product_loops(cubin: bytes, together: int) -> list[dict[str, Any]]:
+    """Of each so many products of a warpgroup: the loop around them, and what is in it."""
     lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", disassemble(cubin, "-sass"), re.M)
     code = {int(address, 16): text for address, text in lines}
     products = [address for address, text in code.items() if "GMMA" in text]
@@ -434,17 +488,23 @@ def product_loops(cubin: bytes) -> list[dict[str, int]]:
         if (target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))
     ]
     loops = []
-    for i in range(0, len(products), 16):
+    for i in range(0, len(products), together):
         around = [
             (first, last)
             for first, last in jumps
-            if first <= products[i] and products[i : i + 16][-1] <= last
+            if first <= products[i] and products[i : i + together][-1] <= last
         ]
         first, last = min(around, key=lambda loop: loop[1] - loop[0])
         body = [text for address, text in code.items() if first <= address <= last]
         counts = {key: sum(key in text for text in body) for key in ("GMMA", "LDL", "STL")}
         local = counts["LDL"] + counts["STL"]
-        loops.append({"products": counts["GMMA"], "local": local, "instructions": len(body)})
+        # Maxima after the wait for all products but one, before that for all.
+        order = "".join(mark for text in body for key, mark in _MARKS.items() if key in text)
+        overlaps = re.search(r"1M{32,}0", order) is not None
+        loops.append(
+            {"products": counts["GMMA"], "local": local, "instructions": len(body)}
+            | {"overlaps": overlaps}
+        )
     return loops
 
 
@@ -475,6 +535,8 @@ def disassemble(cubin: bytes, option: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         compile_and_print(BUILDS[sys.argv[1]])
+    elif sys.argv[1] == "hopper_index":
+        compile_hopper_index_and_print(sys.argv[2], int(sys.argv[3]))
     elif sys.argv[1] == "hopper":
         compile_hopper_and_print(sys.argv[2], int(sys.argv[3]))
     else:

@@ -229,9 +229,9 @@ FP8, FP16, BF16 = msattn.KV_FORMATS["fp8_e4m3"], msattn.KV_FORMATS["fp16"], torc
 PROBLEMS = {
     "store_kv": Problem("store_kv", CPU, None, FP8, BF16),
     "store_index_k": Problem("store_index_k", CPU, None, FP16, BF16),
-    "index_scores": Problem("index_scores", CPU, CONFIG, FP16, BF16, num_blocks=1),
+    "index_scores": Problem("index_scores", CPU, CONFIG, FP16, BF16, 1, max_query_len=2),
     "select_blocks": Problem("select_blocks", CPU, CONFIG, num_blocks=1),
-    "index_select": Problem("index_select", CPU, CONFIG, FP16, BF16, num_blocks=1),
+    "index_select": Problem("index_select", CPU, CONFIG, FP16, BF16, 1, max_query_len=2),
     "attend": Problem("attend", CPU, CONFIG, FP8, BF16, num_blocks=1, max_query_len=2),
     "merge_states": Problem("merge_states", CPU),
 }

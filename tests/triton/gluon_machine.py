@@ -112,6 +112,7 @@ class Partition(threading.Thread):
         self.speed = speed
         self.waits_for: tuple[Barrier, int] | None = None
         self.looks = False  # at memory, for what another partition will store there
+        self.products = 0  # that it has started
         self.error: BaseException | None = None
         self.is_done = False
         self._turn, self._give_back = _signal(), give_back
@@ -244,6 +245,16 @@ class Machine:
         partition.waits_for = (barrier, phase)
         partition.pause()
         partition.waits_for = None
+
+    def count_product(self) -> int:
+        """The running partition starts a product; returns its number."""
+        partition = self._partition()
+        partition.products += 1
+        return partition.products
+
+    def num_products(self) -> int:
+        """That the running partition has started."""
+        return self._partition().products
 
     def start_copy(
         self, read: Callable[[], torch.Tensor], target: torch.Tensor, barrier: Barrier

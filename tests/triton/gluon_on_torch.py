@@ -13,7 +13,8 @@
 
 NOT modelled are performance, warps and lanes, registers and their layouts (a layout is nothing
 here, a conversion changes nothing), the size and the swizzle of shared memory, the memory model
-(fences and the proxies of the copy engine: what is stored is seen), and what the compiler refuses or gets wrong. Counters of loops that are numbers in Python stay so.
+(fences and the proxies of the copy engine: what is stored is seen), and what the compiler refuses
+or gets wrong. Counters of loops that are numbers in Python stay so.
 
 Anything of Gluon that the kernels do not use raises :class:`NotImplementedError`.
 """
@@ -34,6 +35,7 @@ from triton.experimental.gluon import language as real_gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 from triton.experimental.gluon.nvidia import hopper as real_host
+from triton.language import PropagateNan
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -268,9 +270,12 @@ class SharedMemory:
     def permute(self, order: Sequence[int]) -> SharedMemory:
         return SharedMemory(self.data.permute(*order))
 
+    def store(self, value: Value) -> None:
+        self.data.copy_(value.data)
+
     def bits(self) -> torch.Tensor:
         """To compare: NaN is not NaN."""
-        return self.data.view(torch.int16)
+        return self.data.view(torch.int16 if self.data.element_size() == 2 else torch.uint8)
 
 
 class Barriers:
@@ -335,6 +340,7 @@ class Product:
 
     def __init__(self, accumulator: torch.Tensor) -> None:
         self.accumulator = accumulator
+        self.last = 0  # of a partition's products, the number of its last one
         self.operands: list[tuple[SharedMemory, torch.Tensor]] = []
 
     def add(self, a: Value | SharedMemory, b: SharedMemory) -> None:
@@ -428,14 +434,15 @@ class Hopper(_Namespace):
         else:
             product = Product(acc.data if use_acc else torch.zeros_like(acc.data))
         product.add(a, b)
+        product.last = self.machine.count_product()
         self.machine.pause()
         return product
 
     def warpgroup_mma_wait(self, num_outstanding: int, *, deps: tuple[Product]) -> Value:
-        if num_outstanding:
-            raise NotImplementedError("warpgroup_mma_wait with products outstanding")
         self.machine.pause()
         (product,) = deps
+        if product.last > self.machine.num_products() - num_outstanding:
+            raise Fault("a product is used that may be in flight")
         return product.finish()
 
 
@@ -444,6 +451,7 @@ class Gluon(_Namespace):
 
     constexpr = real_gl.constexpr
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    float8e4nv = torch.float8_e4m3fn
     int32, int64 = torch.int32, torch.int64
 
     def _no_layout(self, *_: Any, **__: Any) -> None:
@@ -459,7 +467,7 @@ class Gluon(_Namespace):
         return Value(_tensor(self.machine.grid[axis]))
 
     def thread_barrier(self) -> None:
-        """A partition is one thread here."""
+        """A partition is one thread, and nothing runs before ``warp_specialize``."""
 
     def atomic_add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Value:
         """What is added is there at once; 0 is added to wait for what another partition adds."""
@@ -535,15 +543,23 @@ class Gluon(_Namespace):
     def minimum(self, x: Any, y: Any) -> Value:
         return Value(torch.fmin(*_operands(x, y)))
 
-    def maximum(self, x: Any, y: Any) -> Value:
-        return Value(torch.fmax(*_operands(x, y)))
+    def maximum(self, x: Any, y: Any, propagate_nan: Any = None) -> Value:
+        function = torch.maximum if propagate_nan == PropagateNan.ALL else torch.fmax
+        return Value(function(*_operands(x, y)))
+
+    def reduce(self, x: Value, axis: int, combine: Function) -> Value:
+        data = x.data
+        while (size := data.shape[axis]) > 1:
+            halves = (Value(half) for half in data.split(size // 2, axis))
+            data = combine(*halves).data
+        return Value(data.squeeze(axis))
 
     def max(self, x: Value, axis: int) -> Value:
         """Of the numbers: Gluon's too passes NaN over."""
         return Value(x.data.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis))
 
     def sum(self, x: Value, axis: int) -> Value:
-        return Value(x.data.sum(axis))
+        return Value(x.data.sum(axis, dtype=x.dtype))
 
     def exp2(self, x: Value) -> Value:
         return Value(torch.exp2(x.data))

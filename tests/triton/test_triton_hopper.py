@@ -221,7 +221,7 @@ def _square_tiles(out_ptr, ring, full, empty, count, PLACES: gl.constexpr, FAULT
         square = warpgroup_mma(tile, tile, zero, use_acc=False, is_async=True)
         if FAULT == "an arrival too early" or FAULT == "two arrivals":
             mbarrier.arrive(empty.index(place), count=1)
-        square = warpgroup_mma_wait(0, deps=(square,))
+        square = warpgroup_mma_wait(FAULT == "a wait too short", deps=(square,))
         if FAULT != "an arrival too early" and FAULT != "no arrival":
             mbarrier.arrive(empty.index(place), count=1)
         rows = out_ptr + (i * 64 + row)[:, None] * 64
@@ -301,6 +301,7 @@ def test_a_deadlock_names_who_waits(fault: str, words: str) -> None:
     [
         ("an arrival too early", "an operand changed while its product was in flight"),
         ("a copy too early", "an arrival too many in a phase of 1"),
+        ("a wait too short", "a product is used that may be in flight"),
         ("two arrivals", "an operand changed while its product was in flight"),
     ],
 )

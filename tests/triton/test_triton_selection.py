@@ -10,7 +10,7 @@ from test_selection import *  # noqa: F403
 from test_selection import check, decode_plan
 
 import msattn
-from msattn.kernels.triton.selection import chunk_of
+from msattn.kernels.triton.selection import chunks_of
 from msattn.testing.cases import make_config
 from msattn.testing.compare import assert_bitwise_equal, assert_same_ids
 from msattn.testing.make import GARBAGE
@@ -40,6 +40,8 @@ ROWS = {
     "mostly_nan": lambda shape: torch.where(torch.rand(shape) < 0.985, NAN, torch.randn(shape)),
     "mostly_inf": lambda shape: torch.where(torch.rand(shape) < 0.97, -INF, torch.randn(shape)),
     "nan_and_inf": lambda shape: torch.where(torch.rand(shape) < 0.5, NAN, -INF),
+    # Scores that tie at the k-th, at positions whose order is not that of the blocks.
+    "few_ties": lambda shape: (2 * torch.randn(shape)).round(),
     "zeros": lambda shape: torch.zeros(shape) * torch.randn(shape),
     # All the best scores at one position of the chunks: the first bound is far too low.
     "one_position": lambda shape: torch.randn(shape) + 10 * (torch.arange(shape[-1]) % 256 == 5),
@@ -62,10 +64,10 @@ def test_rows_of_every_kind(name: str, forced: tuple[int, int, int]) -> None:
     both(ROWS[name]((2, len(VISIBLE), max(VISIBLE))), VISIBLE, config)
 
 
-@pytest.mark.parametrize("columns", [2049, 4100, 32768])
+@pytest.mark.parametrize("columns", [2049, 4100, 8192, 8193, 32768])
 def test_wide_rows(columns: int) -> None:
     """Chunks of 1,024 columns; the best at the chunk's edges, and ties all over."""
-    assert chunk_of(columns, 16)[0] == 1024
+    assert chunks_of(columns, 16)[0] == 1024
     scores = torch.randn(2, 3, columns)
     scores[:, 1] = 0.0
     scores[:, 2, 1023::1024] = 7.0

@@ -32,7 +32,7 @@ from ...cache import KVCache, Scale
 from ...plan import Plan
 from ..triton import attend_kv_major as twin
 from ..triton import launch
-from ..triton.attend_kv_major import SEEN_WHOLE, SLOT_BITS, SLOT_MASK, ReverseIndex
+from ..triton.attend_kv_major import SEEN_WHOLE, SLOT_BITS, SLOT_MASK
 from .attend_union import (
     BLOCK,
     HALF,

@@ -583,5 +583,5 @@ def descriptor(
     x: torch.Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]
 ) -> TensorDescriptor:
     """``x`` as rows of ``stride`` elements, for boxes in lines of 128 bytes, swizzled."""
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), rank=2)
     return TensorDescriptor(x, list(shape), [stride, 1], list(box), layout)

@@ -13,6 +13,7 @@ from ...arch import capability
 
 if TYPE_CHECKING:
     from ...dispatch import Problem
+    from ...kv_format import KVFormat
 
 CAPABILITY = (9, 0)
 TRITON_VERSIONS = ("3.6.",)
@@ -21,16 +22,17 @@ MIN_QUERY_LEN = 64
 """Query tokens of the longest request from which tiles are full enough to pay."""
 MAX_GROUP = 64
 HEAD_DIM = 128
+INDEX_ROWS = 256
+"""Of a tile of scores: query tokens x index heads."""
+MAX_INDEX_HEADS = 16
 
 _KV_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Reasons against serving ``problem`` on Hopper."""
-    reasons = _device_reasons(problem.device, problem.capability)
-    if not env.HOPPER:
-        reasons.append("is experimental: MSATTN_HOPPER=1 switches it on")
+    """Reasons against serving ``problem``, attention, on Hopper."""
+    reasons = _common_reasons(problem)
     config, fmt, dtype = problem.config, problem.kv_format, problem.query_dtype
     if config is not None and config.head_dim != HEAD_DIM:
         reasons.append(f"head_dim={config.head_dim}; tiles have {HEAD_DIM} columns")
@@ -42,6 +44,44 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"queries are {dtype}; tensor cores take 16 bits")
     if problem.max_query_len is not None and problem.max_query_len < MIN_QUERY_LEN:
         reasons.append(f"requests of fewer than {MIN_QUERY_LEN} query tokens do not fill its tiles")
+    return reasons
+
+
+def indexer_why_not(problem: Problem) -> list[str]:
+    """Reasons against serving ``problem``, block scores with or without selection, on Hopper."""
+    reasons = _common_reasons(problem)
+    config, fmt, dtype = problem.config, problem.kv_format, problem.query_dtype
+    if config is not None:
+        heads, tokens = config.num_index_heads, problem.max_query_len
+        if config.index_head_dim != HEAD_DIM:
+            reasons.append(f"index_head_dim={config.index_head_dim}; tiles have {HEAD_DIM} columns")
+        if heads > MAX_INDEX_HEADS:
+            reasons.append(f"{heads} index heads; a tile has tokens of {MAX_INDEX_HEADS} at most")
+        enough = INDEX_ROWS >> (max(heads, 1) - 1).bit_length()
+        if tokens is not None and tokens < enough:
+            reasons.append(
+                f"requests of fewer than {enough} query tokens do not fill its tiles; decode is "
+                "bound by memory, and the Triton kernel reads the keys as fast"
+            )
+    if fmt is not None and fmt.name not in _KV_FORMATS:
+        reasons.append(f"{fmt} caches are for the reference alone")
+    if dtype is not None and dtype not in _QUERY_DTYPES:
+        reasons.append(f"queries are {dtype}; tensor cores take 16 bits")
+    elif fmt is not None and not _multiply_as_keys(dtype, fmt):
+        reasons.append(f"{dtype} queries are not multiplied with {fmt} keys as these are stored")
+    return reasons
+
+
+def _multiply_as_keys(query: torch.dtype | None, keys: KVFormat) -> bool:
+    """Queries become what the keys are, exactly. NVFP4 is no format of index keys."""
+    exact = (keys.storage_dtype, torch.float8_e4m3fn)
+    return query is None or keys.scale_group > 0 or query in exact
+
+
+def _common_reasons(problem: Problem) -> list[str]:
+    reasons = _device_reasons(problem.device, problem.capability)
+    if not env.HOPPER:
+        reasons.append("is experimental: MSATTN_HOPPER=1 switches it on")
     return reasons
 
 

@@ -13,6 +13,7 @@ which may swap blocks whose scores are as close as that.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -217,6 +218,18 @@ def index_select(
     constants: Constants | None = None,
     num_splits: int | None = None,
 ) -> None:
+    select_by(score_rows, index_q, index, plan, out, constants=constants, num_splits=num_splits)
+
+
+def select_by(
+    score: Callable[..., None],
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+    **options: object,
+) -> None:
+    """:func:`msattn.index_select` with the scores of ``score``, which is like score_rows."""
     tokens, heads, _ = index_q.shape
     # Rows begin where a 128-byte line does, for the selection that reads them.
     width = triton.cdiv(plan.num_blocks, 32) * 32
@@ -231,9 +244,7 @@ def index_select(
         scores = scores[..., : plan.num_blocks]
         # The selection reads a row's visible blocks alone, and those are written.
         if index.num_pages:
-            score_rows(
-                index_q, index, plan, scores, first_row, constants=constants, num_splits=num_splits
-            )
+            score(index_q, index, plan, scores, first_row, **options)
         else:
             scores.fill_(-math.inf)
         select_rows(scores, plan, ids, first_row)

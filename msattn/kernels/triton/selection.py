@@ -1,10 +1,11 @@
-"""Stage 3 in Triton: an exact top-k that reads a row a few times, a chunk of columns at a time.
+"""Stage 3 in Triton: an exact top-k that reads a row once, and few of its scores again.
 
-Nothing is sorted and no score is truncated. A first pass folds the row's chunks onto one another
-and keeps the largest score of each position: the K-th largest of those is a lower bound of the
-row's K-th score, seldom more than a few ranks below it. Counting passes lead from there to it, and
-a last pass writes what lies above and the first of what equals it. The work is in proportion to the
-blocks that a row sees, whatever the bound, and the registers do not depend on it.
+Nothing is sorted and no score is truncated. The row's chunks are folded onto one another: of each
+position in a chunk the best score is kept. A selected block stands at a position whose best block
+is selected, too, and no two positions have the same: so the selected ones are at the k positions
+with the best blocks. These are found in registers; their scores, a few of each, are read again, and
+the k best are found among them. The work is in proportion to the blocks that a row sees, and the
+registers depend on the width of the scores alone.
 """
 
 from __future__ import annotations
@@ -17,23 +18,21 @@ from ...plan import Plan
 from .support import MAX_BLOCKS
 from .tiles import BLOCK, row_position
 
-_LOWEST = tl.constexpr(-0x80000000)
-"""Key of NaN, below those of all numbers; as a score, it is NaN again."""
+_NOWHERE = tl.constexpr(-0x80000000)
+"""Key of what is not there, below all others."""
+
+_NAN = tl.constexpr(-0x7FFFFFFF)
+"""Key of NaN, below those of all numbers."""
 
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def score_key(x):
-    """int32 in the order of fp32 numbers, -0 == +0; x is not NaN."""
+def score_key(x, exists):
+    """int32 in the order of scores: NaN lowest, -0 == +0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def key_score(key):
-    """The score of a key; the keys below that of -inf give NaN."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    key = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NAN)
+    return tl.where(exists, key, _NOWHERE)
 
 
 @triton.jit
@@ -50,133 +49,119 @@ def load_chunk(row_ptr, stride, start, first, last, CHUNK: tl.constexpr, VECTOR:
 
 
 @triton.jit
-def is_above(x, score):
-    """x ranks above score; anything but NaN ranks above NaN."""
-    floor = tl.where(score == score, float("nan"), float("-inf"))
-    return (x > score) | (x >= floor)
+def kth_key(keys, k, low):
+    """The k-th largest of the keys, and how many more than k reach it.
 
-
-@triton.jit
-def lower_bound(row_ptr, stride, first, last, k, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
-    """A key that k scores of the row reach, and that of the row's largest score.
-
-    The first is the k-th largest among the maxima of the positions in a chunk.
+    `low` is one of the keys, and k or more reach it.
     """
-    m = tl.full((CHUNK,), float("-inf"), tl.float32)
-    for start in range(0, last, CHUNK):
-        x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
-        m = tl.where(x > m, x, m)
-    position = tl.arange(0, CHUNK)
-    exists = ((position >= first) & (position < last)) | (position + CHUNK < last)
-    keys = tl.where(exists, score_key(m), _LOWEST)
-    low, largest = tl.min(tl.where(exists, keys, _HIGHEST)), tl.max(keys)
-    high = largest
-    while low < high:  # k keys or more are at least low, fewer than k are above high
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up
+    high = tl.max(keys)
+    excess = tl.sum((keys >= low).to(tl.int32)) - k
+    while (excess > 0) & (low < high):
+        # Few too many: one after the other goes. Else by halves, rounded up.
+        middle = tl.where(excess < 4, low + 1, (low | high) - ((low ^ high) >> 1))
         reach = keys >= middle
         count = tl.sum(reach.to(tl.int32))
         if count >= k:
             low = tl.min(tl.where(reach, keys, _HIGHEST))
-            if count == k:
-                high = low
-        else:
-            high = middle - 1
-    # A position with nothing but NaN has the maximum -inf too.
-    return tl.where(key_score(low) == float("-inf"), _LOWEST, low), largest
-
-
-@triton.jit
-def count_above(row_ptr, stride, first, last, key, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
-    """How many scores of the row rank above key, and the key of the lowest of them."""
-    score = key_score(key)
-    count = tl.zeros((CHUNK,), tl.int32)
-    lowest = tl.full((CHUNK,), float("inf"), tl.float32)
-    for start in range(0, last, CHUNK):
-        x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
-        above = is_above(x, score)
-        count += above.to(tl.int32)
-        lowest = tl.where(above & (x < lowest), x, lowest)
-    return tl.sum(count), score_key(tl.min(lowest))
-
-
-@triton.jit
-def kth_score(row_ptr, stride, first, last, k, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
-    """Key of the k-th best score of the columns first .. last - 1, and how many rank above it."""
-    low, high = lower_bound(row_ptr, stride, first, last, k, CHUNK, VECTOR)
-    key, excess = low, 0
-    count, following = count_above(row_ptr, stride, first, last, key, CHUNK, VECTOR)
-    # k scores or more are at least low, fewer than k are above high.
-    while (count >= k) | (key > low):
-        if count >= k:
-            low = following
             excess = count - k
         else:
-            high = key
-        # Few too many: one after the other goes; else by halves.
-        key = tl.where(excess < 4, low, (low & high) + ((low ^ high) >> 1))
-        count, following = count_above(row_ptr, stride, first, last, key, CHUNK, VECTOR)
-    return key, count
+            high = tl.max(tl.where(reach, _NOWHERE, keys))
+    return low, excess
 
 
 @triton.jit
-def best_columns(
-    row_ptr, stride, first, last, ids, slot, k, key, num_above,
-    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Put the k best columns into ids, ascending, where `slot` is 0 and following.
+def first_of_equals(keys, key, column, k):
+    """The k best keys, where more than k reach key; of equal ones, those of the first columns."""
+    above = keys > key
+    order = tl.where(keys == key, -column, _NOWHERE)
+    last, _ = kth_key(order, k - tl.sum(above.to(tl.int32)), tl.min(order))
+    return above | (order >= last)
 
-    They are those above key, and the first of those that equal it. One comes after the other: they
-    are few, and places for all at once would cost a scan of every chunk.
-    """
-    NONE: tl.constexpr = 0x7FFFFFFF
-    score, left, taken, start = key_score(key), k - num_above, 0, 0
-    while (taken < k) & (start < last):
-        column = start + tl.arange(0, CHUNK)
+
+@triton.jit
+def first_columns(
+    row_ptr, stride, first, last, key, CHUNK: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """Of each position in a chunk, the first column with that key."""
+    found = tl.full((CHUNK,), _HIGHEST, tl.int32)
+    for start in range(0, last, CHUNK):
         x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
-        # Odd where the score is the last one, of which only so many are taken.
-        if score == score:
-            wanted = (x > score) | ((x == score) & (left > 0))
-            code = tl.where(wanted, 2 * column + (x == score).to(tl.int32), NONE)
-        else:
-            inside = (column >= first) & (column < last)
-            wanted = (x >= float("-inf")) | (inside & (left > 0))
-            code = tl.where(wanted, 2 * column + tl.where(x >= float("-inf"), 0, 1), NONE)
-        best = tl.min(code)
-        while best != NONE:
-            ids = tl.where(slot == taken, best >> 1, ids)
-            taken += 1
-            code = tl.where(code > best, code, NONE)
-            left -= best & 1
-            if (best & 1) & (left == 0):
-                code = tl.where((code & 1) == 0, code, NONE)
-            best = tl.min(code)
-        start += CHUNK
-    return ids
+        column = start + tl.arange(0, CHUNK)
+        keys = score_key(x, (column >= first) & (column < last))
+        found = tl.where((keys == key) & (column < found), column, found)
+    return found
+
+
+@triton.jit
+def put(out_ptr, stride_out, values, chosen):
+    """Write the chosen values, in their order."""
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(out_ptr + place * stride_out, values, mask=chosen)
+
+
+@triton.jit
+def select_best(
+    row_ptr, stride, first, last, k: tl.constexpr, out_ptr, stride_out,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write the k best of the columns first .. last - 1, ascending; there are more than k.
+
+    `first` is less than CHUNK. Until the ids are there, `out` holds positions.
+    """
+    largest = tl.full((CHUNK,), float("nan"), tl.float32)
+    for start in range(0, last, CHUNK):
+        x = load_chunk(row_ptr, stride, start, first, last, CHUNK, VECTOR)
+        largest = tl.maximum(largest, x)  # of the numbers
+    position = tl.arange(0, CHUNK)
+    exists = ((position >= first) & (position < last)) | (position + CHUNK < last)
+    keys = score_key(largest, exists)
+    key, excess = kth_key(keys, k, tl.min(keys))
+    chosen = keys >= key
+    if excess > 0:
+        found = first_columns(row_ptr, stride, first, last, key, CHUNK, VECTOR)
+        chosen = first_of_equals(keys, key, found, k)
+    put(out_ptr, stride_out, position, chosen)
+    tl.debug_barrier()  # what one thread has stored, others load
+
+    SLOTS: tl.constexpr = triton.next_power_of_2(k)
+    i = tl.arange(0, CHUNKS * SLOTS)
+    chunk, slot = i // SLOTS, i % SLOTS
+    # Positions ascend, so columns do.
+    column = chunk * CHUNK + tl.load(out_ptr + slot * stride_out, mask=slot < k, other=0)
+    exists = (slot < k) & (column >= first) & (column < last)
+    x = tl.load(row_ptr + column * stride, mask=exists, other=0.0)
+    # All have loaded their positions before any has the k-th key, and ids overwrite them.
+    keys = score_key(x, exists)
+    key, excess = kth_key(keys, k, key)  # the k positions have k scores that reach their k-th best
+    chosen = keys >= key
+    if excess > 0:
+        chosen = first_of_equals(keys, key, column, k)
+    put(out_ptr, stride_out, column, chosen)
 
 
 @triton.jit
 def select_row(
     row_ptr, stride, out_ptr, stride_out, visible,
     TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write the TOPK ids of a row that sees `visible` blocks, at most MAX_BLOCKS.
+    """Write the TOPK ids of a row that sees `visible` blocks, at most CHUNKS * CHUNK.
 
     The row is fp32 in memory; other programs' stores to it must have been made visible. CHUNK is at
     least TOPK. VECTOR: as many neighbouring scores may be read together, whatever `visible` is.
     """
     slot = tl.arange(0, triton.next_power_of_2(TOPK))
-    ids = tl.where(slot < visible, slot, -1)
-    if visible > TOPK:
+    if visible <= TOPK:
+        tl.store(out_ptr + slot * stride_out, tl.where(slot < visible, slot, -1), mask=slot < TOPK)
+    else:
+        forced = (slot < INIT) | (slot >= TOPK - LOCAL)
         ids = tl.where(slot < TOPK - LOCAL, slot, visible - TOPK + slot)
+        tl.store(out_ptr + slot * stride_out, ids, mask=forced & (slot < TOPK))
         if INIT + LOCAL < TOPK:
-            k: tl.constexpr = TOPK - INIT - LOCAL
-            last = visible - LOCAL
-            key, above = kth_score(row_ptr, stride, INIT, last, k, CHUNK, VECTOR)
-            ids = best_columns(
-                row_ptr, stride, INIT, last, ids, slot - INIT, k, key, above, CHUNK, VECTOR
-            )
-    tl.store(out_ptr + slot * stride_out, ids, mask=slot < TOPK)
+            select_best(
+                row_ptr, stride, INIT, visible - LOCAL, TOPK - INIT - LOCAL,
+                out_ptr + INIT * stride_out, stride_out, CHUNK, CHUNKS, VECTOR,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_owned", "first_row", "max_visible"])
@@ -190,7 +175,7 @@ def _select_kernel(
     first_row,
     max_visible,
     TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """ids = sorted(forced blocks + best of the rest)
 
@@ -205,7 +190,10 @@ def _select_kernel(
         visible = tl.minimum(tl.maximum((position + BLOCK) // BLOCK, 0), max_visible)
     row_ptr = scores_ptr + head * stride_h + row.to(tl.int64) * stride_t
     row_out_ptr = out_ptr + row.to(tl.int64) * stride_ot + head * stride_oh
-    select_row(row_ptr, stride_b, row_out_ptr, stride_ok, visible, TOPK, INIT, LOCAL, CHUNK, VECTOR)
+    select_row(
+        row_ptr, stride_b, row_out_ptr, stride_ok, visible,
+        TOPK, INIT, LOCAL, CHUNK, CHUNKS, VECTOR,
+    )  # fmt: skip
 
 
 def select_blocks(scores: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
@@ -217,7 +205,7 @@ def select_rows(scores: torch.Tensor, plan: Plan, out: torch.Tensor, first_row: 
     config, request = plan.config, plan.tiles(1).request
     heads, rows, columns = scores.shape
     assert min(plan.num_blocks, columns) <= MAX_BLOCKS
-    chunk, warps = chunk_of(columns, config.topk)
+    chunk, chunks, warps = chunks_of(columns, config.topk)
     _select_kernel[(rows, heads)](
         scores,
         *scores.stride(),
@@ -233,15 +221,19 @@ def select_rows(scores: torch.Tensor, plan: Plan, out: torch.Tensor, first_row: 
         INIT=config.init_blocks,
         LOCAL=config.local_blocks,
         CHUNK=chunk,
+        CHUNKS=chunks,
         VECTOR=4 if reads_vectors(scores) else 1,
         num_warps=warps,
     )
 
 
-def chunk_of(columns: int, topk: int) -> tuple[int, int]:
-    """Columns read at a time, and warps: one warp while a row is short, as it needs no barrier."""
-    chunk, warps = (256, 1) if columns <= 2048 else (1024, 4)
-    return max(chunk, triton.next_power_of_2(topk)), warps
+def chunks_of(columns: int, topk: int) -> tuple[int, int, int]:
+    """Scores read at a time, how often at most, and warps: one for short rows needs no barrier."""
+    if columns <= 2048:
+        chunk, chunks, warps = 256, 8, 1
+    else:
+        chunk, chunks, warps = 1024, 8 if columns <= 8192 else MAX_BLOCKS // 1024, 4
+    return max(chunk, triton.next_power_of_2(topk)), chunks, warps
 
 
 def reads_vectors(scores: torch.Tensor) -> bool:
