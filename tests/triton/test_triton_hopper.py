@@ -349,7 +349,7 @@ def test_a_place_of_several_consumers_is_a_race(monkeypatch: pytest.MonkeyPatch)
     inputs = make(Case("race", (12,), (300,), make_config(64, 1, topk=3)))
     ids = make_block_ids(inputs, hostile=False)
     run(inputs, ids)
-    monkeypatch.setattr(attend_kv_major, "TILES", 4)
+    monkeypatch.setattr(attend_kv_major, "TILES", 3)
     with pytest.raises(Fault):
         for _ in range(5):
             run(inputs, ids)

@@ -1,4 +1,4 @@
-"""KV-major attention on Hopper: two warpgroups multiply, one merges, a warp loads by the copy engine.
+"""KV-major attention on Hopper: two warpgroups multiply, one merges, a warp loads by bulk copies.
 
 The reverse index is the twin's (``kernels/triton/attend_kv_major.py``), its items are tiles of 64
 rows: a few picks of one block, GROUP_ROWS rows each. One launch takes turns, each of them a chunk
