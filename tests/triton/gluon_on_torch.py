@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_machine import Barrier, Fault, Machine
+from gluon_machine import Barrier, Fault, Machine, poison
 from triton.experimental.gluon import language as real_gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
@@ -82,7 +82,14 @@ class Function:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **named: Any) -> None:
+    def _launch(
+        self,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        num_warps: int,
+        maxnreg: int | None = None,
+        **named: Any,
+    ) -> None:
         values = self.signature.bind(*arguments, **named).arguments
         for name, parameter in self.signature.parameters.items():
             if "constexpr" not in str(parameter.annotation):
@@ -124,8 +131,16 @@ class Value:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
-    def to(self, dtype: torch.dtype) -> Value:
-        return Value(self.data.to(dtype))
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def __getitem__(self, index: Any) -> Value:
         return Value(self.data[index])
@@ -263,6 +278,17 @@ class SharedMemory:
     def permute(self, order: Sequence[int]) -> SharedMemory:
         return SharedMemory(self.data.permute(*order))
 
+    def reshape(self, shape: Sequence[Any]) -> SharedMemory:
+        return SharedMemory(self.data.view(_sizes(shape)))
+
+    def load(self, layout: None) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        if value.dtype != self.dtype:
+            raise Fault(f"a store of {value.dtype} to shared memory of {self.dtype}")
+        self.data.copy_(value.data)
+
     def bits(self) -> torch.Tensor:
         """To compare: NaN is not NaN."""
         return self.data.view(torch.int16)
@@ -286,7 +312,7 @@ def _place(i: Any, size: int) -> int:
 
 
 class TensorDescriptor:
-    """Rows of a tensor as the copy engine reads them."""
+    """A tensor as the copy engine reads it."""
 
     def __init__(
         self,
@@ -297,24 +323,24 @@ class TensorDescriptor:
         layout: None,
     ) -> None:
         size = base.element_size()
-        if base.data_ptr() % 16 or strides[0] * size % 16 or strides[1] != 1:
+        aligned = [base.data_ptr(), *(stride * size for stride in strides[:-1])]
+        if any(x % 16 for x in aligned) or strides[-1] != 1:
             raise Fault(f"the copy engine reads no rows with strides {strides} of {size} bytes")
         if max(block_shape) > 256:
             raise Fault(f"the copy engine has no boxes of {block_shape}")
-        end = base.storage_offset() + (shape[0] - 1) * strides[0] + shape[1]
+        end = base.storage_offset() + 1
+        end += sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if end * size > base.untyped_storage().nbytes():
             raise Fault(f"a descriptor of {shape} ends behind its tensor's memory")
-        self.rows = base.as_strided(shape, strides, base.storage_offset())
+        self.tensor = base.as_strided(shape, strides, base.storage_offset())
         self.block_shape = block_shape
 
-    def read(self, row: int, column: int) -> torch.Tensor:
+    def read(self, *place: int) -> torch.Tensor:
         """The box at that place; what it has outside of the shape is zero."""
-        box = torch.zeros(self.block_shape, dtype=self.rows.dtype)
-        (rows, to_rows), (columns, to_columns) = (
-            _overlap(start, box.shape[axis], self.rows.shape[axis])
-            for axis, start in enumerate((row, column))
-        )
-        box[to_rows, to_columns] = self.rows[rows, columns]
+        box = torch.zeros(self.block_shape, dtype=self.tensor.dtype)
+        sizes = zip(place, box.shape, self.tensor.shape, strict=True)
+        inside = [_overlap(*each) for each in sizes]
+        box[tuple(x[1] for x in inside)] = self.tensor[tuple(x[0] for x in inside)]
         return box
 
 
@@ -439,7 +465,8 @@ class Gluon(_Namespace):
 
     constexpr = real_gl.constexpr
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
-    int32, int64 = torch.int32, torch.int64
+    float8e4nv, float8e5 = torch.float8_e4m3fn, torch.float8_e5m2
+    uint8, int32, int64 = torch.uint8, torch.int32, torch.int64
 
     def _no_layout(self, *_: Any, **__: Any) -> None:
         """A layout: where a tile's elements lie is nobody's business here."""
@@ -454,7 +481,7 @@ class Gluon(_Namespace):
         return Value(_tensor(self.machine.grid[axis]))
 
     def thread_barrier(self) -> None:
-        """Nothing runs before ``warp_specialize``."""
+        """The threads of a partition are one here; none runs before ``warp_specialize``."""
 
     def static_range(self, *bounds: Any) -> range:
         return range(*_sizes(bounds))
@@ -465,7 +492,7 @@ class Gluon(_Namespace):
         sizes = _sizes(shape)
         if layout is Barrier:
             return Barrier() if sizes == [1] else Barriers(sizes[0])
-        return SharedMemory(torch.full(sizes, torch.nan, dtype=dtype))
+        return SharedMemory(poison(torch.empty(sizes, dtype=dtype)))
 
     def warp_specialize(
         self,
@@ -479,7 +506,9 @@ class Gluon(_Namespace):
             _name_barriers(function, arguments)
         self.machine.run_partitions(functions)
 
-    def load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
+    def load(
+        self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = ""
+    ) -> Value:
         if mask is not None and other is None:
             raise NotImplementedError("load with a mask and no other")
         mask, offsets = pointer.select(mask, "load")
@@ -493,6 +522,20 @@ class Gluon(_Namespace):
             raise Fault("a store of two elements at one address")
         values = _tensor(value).to(pointer.memory.dtype).expand(mask.shape)
         pointer.memory[offsets] = values[mask]
+
+    def atomic_add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Value:
+        """Of one element, and so that all stores before it are seen by who comes after."""
+        if (sem, scope) != ("acq_rel", "gpu"):
+            raise NotImplementedError(f"atomic_add with {sem}, {scope}")
+        self.machine.may_pause()
+        before = self.load(pointer)
+        self.store(pointer, before + value)
+        return before
+
+    def associative_scan(self, x: Value, axis: int, combine: Function) -> Value:
+        parts = [Value(part) for part in x.data.unbind(axis)]
+        scanned = itertools.accumulate(parts, combine)
+        return Value(torch.stack([part.data for part in scanned], axis))
 
     def arange(self, start: Any, end: Any, *, layout: None) -> Value:
         return Value(torch.arange(*_sizes((start, end)), dtype=torch.int32))
@@ -526,7 +569,7 @@ class Gluon(_Namespace):
         return Value(x.data.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis))
 
     def sum(self, x: Value, axis: int) -> Value:
-        return Value(x.data.sum(axis))
+        return Value(x.data.sum(axis, dtype=x.dtype))
 
     def exp2(self, x: Value) -> Value:
         return Value(torch.exp2(x.data))

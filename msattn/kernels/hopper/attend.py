@@ -14,6 +14,7 @@ from ...plan import Plan
 from ..triton import attend as twin
 from ..triton import attend_kv_major as twin_kv_major
 from ..triton import attend_union, dequantize
+from . import attend_decode as decode
 from . import attend_kv_major as kv_major
 from . import attend_union as union
 
@@ -29,6 +30,13 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     slots, page_table = block_ids.shape[2], plan.page_table
+    if plan.max_query_len <= decode.MAX_QUERY_LEN:
+        few = decode.choose(plan, slots)
+        if few is None or not decode.can_read(cache):
+            twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        else:
+            decode.attend(q, cache, block_ids, plan, few, softmax_scale, q_scale, out, lse)
+        return
     partial_bytes, has_tails = twin.PARTIAL_BYTES, True
     pool = cache
     if dequantize.pays(cache, plan):

@@ -1,0 +1,915 @@
+"""Decode and verification on Hopper: one launch, pages by the copy engine, keys first in products.
+
+A unit is a tile (some query tokens of one request) and a KV head; its entries are the blocks that
+its tokens chose. The entries of all units are one list, counted on the device, of which each
+program takes an equal share: no choice is made of lengths, and none is kept by a graph. A program's
+producer warp loads K and V of its entries into a ring, across units. A consumer is a warpgroup of
+up to 64 columns, EACH tokens of GROUP_ROWS query heads: keys, and then elements of V, are the rows
+of its products, so that few columns waste nothing. Units that shares cut are merged by the last of
+their programs to arrive.
+
+Tiles of one token walk its block ids as they are; longer ones the union of their tokens' blocks
+(see ``kernels/triton/attend_union.py``, the twin).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...cache import KVCache, Scale
+from ...plan import Plan
+from ..triton import launch
+from ..triton.attend_union import MAX_LIST, Lists, make_lists
+from ..triton.recording import start
+from .attend_union import BLOCK, LN2, D, load_factor, rows_of_a_token
+
+MAX_QUERY_LEN = 16
+"""Query tokens of a request up to which its tiles are of decode's kind."""
+COLUMNS = 64
+"""Of a consumer, at most: scores and outputs of a block are all registers then."""
+MAX_TOKENS = 8
+"""Of a tile: more of them share too little."""
+DIRECT_ENTRIES = 2
+"""Entries of a program up to which each token is a tile: lists would take longer than they save."""
+MAX_DIRECT_SLOTS = 64
+PROGRAMS = 2
+"""Of a multiprocessor, with one consumer each; programs of two consumers have it alone."""
+RING_BYTES = 96 << 10
+"""Of a program's pages, where another one is beside it."""
+MIN_SHARE = 1
+"""Entries of a program, where there are so few."""
+COUNTS = gl.constexpr(512)
+"""Units whose sizes a program adds up at once."""
+REGISTERS = 128
+"""Of a thread, on average; the producer leaves most of its own to the consumers."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 32
+MERGE_NUMBERS = gl.constexpr(1024)
+"""Columns times partial outputs that a merge loads at once."""
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, inside, DIRECT: gl.constexpr):
+    """Entries of a unit, at least one that is used; it may name no block, but writes the output."""
+    if DIRECT:
+        return gl.maximum(num_slots, 1)
+    else:
+        count = gl.load(counts_ptr + unit, mask=inside, other=0)
+        request = gl.load(tile_request_ptr + unit // num_heads, mask=inside, other=-1)
+        return gl.where(request >= 0, gl.maximum(count, 1), 0)
+
+
+@gluon.jit
+def _find_share(
+    counts_ptr,
+    tile_request_ptr,
+    num_entries,
+    num_units,
+    num_heads,
+    num_slots,
+    min_share,
+    WARPS: gl.constexpr,
+    DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Entries of each program; this one's first unit, and the entries before that."""
+    layout: gl.constexpr = gl.BlockedLayout([COUNTS // (32 * WARPS)], [32], [WARPS], [0])
+    i = gl.arange(0, COUNTS, layout=layout)
+    if not DIRECT:
+        num_entries = 0
+        for at in range(0, num_units, COUNTS):
+            unit = at + i
+            size = _unit_size(
+                unit, counts_ptr, tile_request_ptr, num_heads, num_slots, unit < num_units, DIRECT
+            )
+            num_entries += gl.sum(size, 0)
+    programs = gl.num_programs(0)
+    share = gl.maximum((num_entries + programs - 1) // programs, min_share)
+    first = gl.program_id(0) * share
+    if DIRECT:
+        size = _unit_size(0, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        unit = first // size
+        before = unit * size
+    else:
+        unit = 0
+        before = 0
+        seen = 0
+        for at in range(0, num_units, COUNTS):
+            units = at + i
+            size = _unit_size(
+                units, counts_ptr, tile_request_ptr, num_heads, num_slots, units < num_units, DIRECT
+            )
+            is_before = seen + gl.associative_scan(size, 0, _add) <= first
+            unit += gl.sum(is_before.to(gl.int32), 0)
+            before += gl.sum(gl.where(is_before, size, 0), 0)
+            seen += gl.sum(size, 0)
+    return share, num_entries, unit, before
+
+
+@gluon.jit
+def _slots(SLOTS: gl.constexpr, WARPS: gl.constexpr):
+    """Numbers of a row's slots, in one warp where there are not more of them than lanes."""
+    return gl.arange(0, SLOTS, layout=gl.BlockedLayout([max(SLOTS // 32, 1)], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def _own_pages(
+    ids,
+    position,
+    table,
+    num_slots,
+    num_blocks,
+    num_pages,
+    stride_ids_k,
+    SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Page of each slot's block; -1 where the row sees none, or an earlier slot has it."""
+    slot = _slots(SLOTS, WARPS)
+    block = gl.load(ids + slot * stride_ids_k, mask=slot < num_slots, other=-1)
+    is_new = slot < num_slots
+    for i in gl.static_range(SLOTS - 1):
+        earlier = gl.load(ids + i * stride_ids_k, mask=i < num_slots, other=-1)
+        is_new = is_new & ((block != earlier) | (slot <= i))
+    # An arithmetic shift: position -1 sees blocks up to -1, which is none.
+    seen = is_new & (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
+    page = gl.load(table + block, mask=seen, other=-1)
+    return gl.where(page < num_pages, page, -1)
+
+
+@gluon.jit
+def _load_entry(
+    i,
+    pages,
+    ids,
+    stride_ids_k,
+    entries,
+    entry_pages,
+    count,
+    SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
+    DIRECT: gl.constexpr,
+):
+    """Page, block and set of tokens of a unit's entry; page -1: it names no block."""
+    if DIRECT:
+        page = gl.sum(gl.where(_slots(SLOTS, WARPS) == i, pages, 0), 0)
+        block = gl.load(ids + i * stride_ids_k, mask=page >= 0, other=0)
+        return page, block, 1
+    else:
+        page = gl.load(entry_pages + i, mask=i < count, other=-1)
+        entry = gl.load(entries + i, mask=i < count, other=0)
+        return page, entry >> 16, entry & 0xFFFF
+
+
+@gluon.jit
+def _load_pages(
+    k_desc,
+    v_desc,
+    tile_request_ptr,
+    tile_row_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_ids_ptr,
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    page_table_ptr,
+    stride_table,
+    entries_ptr,
+    pages_ptr,
+    counts_ptr,
+    ring,
+    full,
+    empty,
+    share,
+    num_entries,
+    unit,
+    before,
+    num_heads,
+    num_slots,
+    num_blocks,
+    num_pages,
+    max_list,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SIDE_BYTES: gl.constexpr,
+    DIRECT: gl.constexpr,
+):
+    """The producer: K and V of each entry of the program's share."""
+    at = gl.program_id(0) * share
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = _unit_size(
+            unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT
+        )
+        tile, head = unit // num_heads, unit % num_heads
+        row = gl.load(tile_row_ptr + tile)
+        ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
+        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        group = unit.to(gl.int64) * max_list
+        pages, count = 0, 0
+        if DIRECT:
+            position = seq_len - (gl.load(cu_seqlens_ptr + request + 1) - row)
+            pages = _own_pages(
+                ids, position, page_table_ptr + request * stride_table,
+                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 1,
+            )  # fmt: skip
+        else:
+            count = gl.load(counts_ptr + unit)
+        for i in range(at - before, gl.minimum(end - before, size)):
+            page, block, _ = _load_entry(
+                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
+                SLOTS, 1, DIRECT,
+            )  # fmt: skip
+            if page >= 0:
+                # The page ends with the sequence: behind its last token may be anything, NaN too.
+                # What lies before the page's first token, the engine fills with zeros.
+                first_token = gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+                for side in gl.static_range(2):
+                    slot = step % STAGES
+                    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(slot), SIDE_BYTES)
+                    tma.async_copy_global_to_shared(
+                        k_desc if side == 0 else v_desc,
+                        [page, head, first_token, 0],
+                        full.index(slot),
+                        ring.index(slot),
+                    )
+                    step += 1
+        before += size
+        at = gl.maximum(at, gl.minimum(before, end))
+        unit += 1
+
+
+@gluon.jit
+def _widen(x, E5M2: gl.constexpr):
+    """fp8 bytes as fp16 numbers, exact."""
+    if E5M2:
+        return x.to(gl.float8e5, bitcast=True).to(gl.float16)
+    else:
+        return x.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+
+
+@gluon.jit
+def _in_order_of_k(x):
+    """Columns of ``[rows, 128]`` as narrow keys have them: see :func:`_narrow_k`."""
+    x = gl.permute(gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2)), (0, 2, 3, 4, 1, 5))
+    return gl.reshape(x, (x.shape[0], D))
+
+
+@gluon.jit
+def _narrow_k(page, operand: gl.constexpr, E5M2: gl.constexpr):
+    """K as a product's first operand: 16 bytes at a time become a thread's own, without a move.
+
+    Elements of a key may stand in any order that the queries have too: bits 6 and 5 of an element's
+    number are the thread in four, where the operand has bits 2 and 1.
+    """
+    loaded: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
+        [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [128, 128],
+    )
+    return gl.convert_layout(_in_order_of_k(_widen(page.load(loaded), E5M2)), operand)
+
+
+@gluon.jit
+def _narrow_v(page, operand: gl.constexpr, E5M2: gl.constexpr):
+    """V^T as a product's first operand: 4 bytes of 2 tokens at a time become rows of a thread's.
+
+    Rows stand in an order of their own, :func:`_in_order_of_v` undoes it.
+    """
+    loaded: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
+        [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        [[0, 32], [0, 64]],
+        [],
+        [128, 128],
+    )
+    x = gl.reshape(gl.permute(_widen(page.load(loaded), E5M2), (1, 0)), (4, 8, 2, 2, BLOCK))
+    return gl.convert_layout(gl.reshape(gl.permute(x, (2, 0, 3, 1, 4)), (D, BLOCK)), operand)
+
+
+@gluon.jit
+def _in_order_of_v(x):
+    """The rows of a product of :func:`_narrow_v`, in the order of V's elements."""
+    x = gl.permute(gl.reshape(x, (2, 4, 2, 8, x.shape[1])), (1, 3, 0, 2, 4))
+    return gl.reshape(x, (D, x.shape[4]))
+
+
+@gluon.jit
+def _sum_own(p):
+    """Sums of the keys that a thread has of each column: ``[4, 8, columns]``."""
+    return gl.sum(gl.sum(gl.reshape(p, (2, 4, 2, 8, p.shape[1])), 2), 0)
+
+
+@gluon.jit
+def _scale_own(sums, factor):
+    """Those sums times a factor of each column."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, sums.type.layout))
+    return sums * gl.convert_layout(factor, layout)[None, None, :]
+
+
+@gluon.jit
+def _attend_columns(
+    q_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    tile_request_ptr,
+    tile_row_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_ids_ptr,
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    page_table_ptr,
+    stride_table,
+    entries_ptr,
+    pages_ptr,
+    counts_ptr,
+    out_ptr,
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,
+    stride_lse_t,
+    stride_lse_h,
+    partial_out_ptr,
+    partial_state_ptr,
+    arrivals_ptr,
+    scale,
+    out_scale,
+    queries,
+    weights,
+    ring,
+    full,
+    empty,
+    share,
+    num_entries,
+    unit,
+    before,
+    num_heads,
+    num_slots,
+    num_blocks,
+    num_pages,
+    max_list,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    EACH: gl.constexpr,  # query tokens of a consumer
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    NARROW: gl.constexpr,
+    E5M2: gl.constexpr,
+    FP8_QUERY: gl.constexpr,
+    SIGN: gl.constexpr,
+    DIRECT: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
+    """A consumer: online softmax of its columns over the entries of the program's share."""
+    COLUMNS: gl.constexpr = EACH * GROUP_ROWS
+    MINE: gl.constexpr = (1 << EACH) - 1
+    DTYPE: gl.constexpr = queries.dtype
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
+    column: gl.constexpr = gl.SliceLayout(0, product)
+    whole: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    c = gl.arange(0, COLUMNS, layout=column)
+    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, product))
+    zero = gl.zeros([BLOCK, COLUMNS], gl.float32, layout=product)
+    program = gl.program_id(0)
+    begin = program * share
+    at = begin
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = _unit_size(
+            unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT
+        )
+        tile, head = unit // num_heads, unit % num_heads
+        first_row = gl.load(tile_row_ptr + tile)
+        ids = block_ids_ptr + first_row.to(gl.int64) * stride_ids_t + head * stride_ids_h
+        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        end_row = gl.load(cu_seqlens_ptr + request + 1)
+        first_position = seq_len - (end_row - first_row)
+        group = unit.to(gl.int64) * max_list
+        pages, count = 0, 0
+        if DIRECT:
+            pages = _own_pages(
+                ids, first_position, page_table_ptr + request * stride_table,
+                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 4,
+            )  # fmt: skip
+        else:
+            count = gl.load(counts_ptr + unit)
+
+        r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, whole))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, whole))
+        row = first_row + CONSUMER * EACH + r // GROUP_ROWS
+        q_head = head * GROUP + r % GROUP_ROWS
+        live = (row < end_row) & (r % GROUP_ROWS < GROUP)
+        q = gl.load(
+            q_ptr
+            + (row.to(gl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+            + (d * stride_q_d)[None, :],
+            mask=live[:, None],
+            other=0,
+        )
+        if FP8_QUERY:
+            q = _widen(q, False)
+        q = (q.to(gl.float32) * SIGN).to(DTYPE)
+        queries.store(_in_order_of_k(q) if NARROW else q)
+        fence_async_shared()
+        gl.thread_barrier()
+
+        token = CONSUMER * EACH + c // GROUP_ROWS
+        running_max = gl.full([COLUMNS], -1e30, gl.float32, layout=column)
+        running_sum = _sum_own(zero)
+        acc = zero
+        for i in range(at - before, gl.minimum(end - before, size)):
+            page, block, tokens = _load_entry(
+                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
+                SLOTS, 4, DIRECT,
+            )  # fmt: skip
+            if page >= 0:
+                k_slot, v_slot = step % STAGES, (step + 1) % STAGES
+                k_phase, v_phase = (step // STAGES) & 1, ((step + 1) // STAGES) & 1
+                step += 2
+                k = ring.index(k_slot).reshape((BLOCK, D))
+                v = ring.index(v_slot).reshape((BLOCK, D))
+                mbarrier.wait(full.index(k_slot), k_phase)
+                if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
+                    if NARROW:
+                        s = warpgroup_mma(
+                            _narrow_k(k, operand, E5M2),
+                            queries.permute((1, 0)), zero, use_acc=False, is_async=True,
+                        )  # fmt: skip
+                        mbarrier.arrive(empty.index(k_slot), count=1)
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                    else:
+                        s = warpgroup_mma(
+                            k, queries.permute((1, 0)), zero, use_acc=False, is_async=True
+                        )
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                        mbarrier.arrive(empty.index(k_slot), count=1)
+                    first_token = gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+                    last = gl.where(
+                        ((tokens >> token) & 1) != 0,
+                        first_position + token - block * BLOCK - first_token,
+                        -1,
+                    )
+                    sees = (n >= -first_token)[:, None] & (n[:, None] <= last[None, :])
+                    s = gl.where(sees, s, float("-inf"))
+                    new_max = gl.maximum(running_max, gl.max(s, 0) * scale)
+                    rescale = gl.exp2(running_max - new_max)
+                    p = gl.exp2(s * scale - new_max[None, :])
+                    running_max = new_max
+                    weights.permute((1, 0)).store(p.to(DTYPE))
+                    fence_async_shared()
+                    gl.thread_barrier()
+                    running_sum = _scale_own(running_sum, rescale) + _sum_own(p)
+                    acc = acc * rescale[None, :]
+                    mbarrier.wait(full.index(v_slot), v_phase)
+                    if NARROW:
+                        acc = warpgroup_mma(
+                            _narrow_v(v, operand, E5M2),
+                            weights.permute((1, 0)), acc, is_async=True,
+                        )  # fmt: skip
+                        mbarrier.arrive(empty.index(v_slot), count=1)
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                    else:
+                        acc = warpgroup_mma(
+                            v.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True
+                        )
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                        mbarrier.arrive(empty.index(v_slot), count=1)
+                else:
+                    mbarrier.arrive(empty.index(k_slot), count=1)
+                    mbarrier.wait(full.index(v_slot), v_phase)
+                    mbarrier.arrive(empty.index(v_slot), count=1)
+
+        total = gl.convert_layout(gl.sum(gl.sum(running_sum, 0), 0), column)
+        first_program, last_program = before // share, (before + size - 1) // share
+        is_last = first_program == last_program
+        if first_program < last_program:
+            numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[None, :]
+            part = _part(program, before, share, CONSUMER, CONSUMERS)
+            gl.store(partial_out_ptr + part * (D * COLUMNS) + numbers, acc)
+            gl.store(partial_state_ptr + part * (2 * COLUMNS) + c, running_max)
+            gl.store(partial_state_ptr + part * (2 * COLUMNS) + COLUMNS + c, total)
+            # All of the consumer's stores come before its arrival.
+            gl.thread_barrier()
+            arrivals = arrivals_ptr + unit * CONSUMERS + CONSUMER
+            arrived = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+            is_last = arrived == last_program - first_program
+            if is_last:
+                gl.store(arrivals, 0)
+                acc, running_max, total = _merge(
+                    partial_out_ptr, partial_state_ptr, numbers, c, zero,
+                    before, share, first_program, last_program, CONSUMER, CONSUMERS, COLUMNS,
+                )  # fmt: skip
+        if is_last:
+            is_empty = total == 0.0
+            result = acc * (out_scale / gl.where(is_empty, 1.0, total))[None, :]
+            result = result.to(out_ptr.dtype.element_ty)
+            result = gl.permute(_in_order_of_v(result) if NARROW else result, (1, 0))
+            gl.store(
+                out_ptr
+                + (row.to(gl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
+                + (d * stride_out_d)[None, :],
+                gl.convert_layout(result, whole),
+                mask=live[:, None],
+            )
+            if HAS_LSE:
+                lse = gl.where(is_empty, float("-inf"), (running_max + gl.log2(total)) * LN2)
+                own_row, member = first_row + token, c % GROUP_ROWS
+                gl.store(
+                    lse_ptr
+                    + own_row.to(gl.int64) * stride_lse_t
+                    + (head * GROUP + member) * stride_lse_h,
+                    lse,
+                    mask=(own_row < end_row) & (member < GROUP),
+                )
+        before += size
+        at = gl.minimum(before, end)
+        unit += 1
+
+
+@gluon.jit
+def _part(program, before, share, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Where a program leaves its part of a unit: one place for its first unit, one for its last."""
+    is_second = before > program * share
+    return ((program * 2 + is_second.to(gl.int32)) * CONSUMERS + CONSUMER).to(gl.int64)
+
+
+@gluon.jit
+def _merge(
+    partial_out_ptr,
+    partial_state_ptr,
+    numbers,
+    c,
+    acc,
+    before,
+    share,
+    first_program,
+    last_program,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Output, maximum and sum of a unit from those of its parts, whose order is always the same."""
+    AHEAD: gl.constexpr = max(64 // COLUMNS, 1)
+    column: gl.constexpr = c.type.layout
+    running_max = gl.full([COLUMNS], -1e30, gl.float32, layout=column)
+    for first in range(first_program, last_program + 1, AHEAD):
+        for i in gl.static_range(AHEAD):
+            program = gl.minimum(first + i, last_program)
+            state = partial_state_ptr + _part(program, before, share, CONSUMER, CONSUMERS) * (2 * COLUMNS)
+            running_max = gl.maximum(running_max, gl.load(state + c, cache_modifier=".cg"))
+    total = gl.zeros([COLUMNS], gl.float32, layout=column)
+    for first in range(first_program, last_program + 1, AHEAD):
+        for i in gl.static_range(AHEAD):
+            # Loaded whether there or not: the assembler moves no load with a mask up.
+            program = gl.minimum(first + i, last_program)
+            part = _part(program, before, share, CONSUMER, CONSUMERS)
+            state = partial_state_ptr + part * (2 * COLUMNS)
+            part_max = gl.load(state + c, cache_modifier=".cg")
+            part_sum = gl.load(state + COLUMNS + c, cache_modifier=".cg")
+            part_out = gl.load(
+                partial_out_ptr + part * (D * COLUMNS) + numbers, cache_modifier=".cg"
+            )
+            weight = gl.where(first + i <= last_program, gl.exp2(part_max - running_max), 0.0)
+            total += part_sum * weight
+            acc += part_out * weight[None, :]
+    return acc, running_max, total
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_table", "num_requests", "num_units", "num_slots", "num_blocks", "num_pages",
+        "max_list", "min_share",
+    ]
+)  # fmt: skip
+def _decode_kernel(
+    q_ptr,  # [T, Hq, 128]; e4m3 as bytes
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    k_desc,  # [pages, Hkv, 128, 128], boxes of a page; fp8 as bytes
+    v_desc,
+    q_scale,  # numbers, or pointers to one
+    k_scale,
+    v_scale,
+    softmax_scale_log2,
+    tile_request_ptr,
+    tile_row_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_ids_ptr,  # DIRECT only, as the page table
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    page_table_ptr,
+    stride_table,
+    entries_ptr,  # [tiles, Hkv, max_list] int32: block << 16 | set of tokens
+    pages_ptr,
+    counts_ptr,
+    out_ptr,  # [T, Hq, 128]
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,  # [T, Hq] fp32
+    stride_lse_t,
+    stride_lse_h,
+    partial_out_ptr,  # [programs, 2, CONSUMERS, 128, columns] fp32
+    partial_state_ptr,  # [programs, 2, CONSUMERS, 2, columns] fp32: maximum, sum
+    arrivals_ptr,  # [tiles, Hkv, CONSUMERS] int32, zeros between launches
+    num_requests,
+    num_units,
+    num_heads,
+    num_slots,
+    num_blocks,
+    num_pages,
+    max_list,
+    min_share,
+    CONSUMERS: gl.constexpr,
+    EACH: gl.constexpr,  # query tokens of a consumer
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,  # K rounded up to a power of two, DIRECT only
+    STAGES: gl.constexpr,
+    NARROW: gl.constexpr,
+    E5M2: gl.constexpr,
+    DTYPE: gl.constexpr,  # of the products
+    FP8_QUERY: gl.constexpr,
+    SIGN: gl.constexpr,
+    Q_SCALE_ON_DEVICE: gl.constexpr,
+    K_SCALE_ON_DEVICE: gl.constexpr,
+    V_SCALE_ON_DEVICE: gl.constexpr,
+    DIRECT: gl.constexpr,  # tiles of one token walk its block ids, without a list
+    HAS_LSE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """out = softmax(scale * q K^T) V over the listed blocks of each row; equal shares of entries"""
+    COLUMNS: gl.constexpr = EACH * GROUP_ROWS
+    STORED: gl.constexpr = gl.uint8 if NARROW else DTYPE
+    BITS: gl.constexpr = 8 if NARROW else 16
+    ring = gl.allocate_shared_memory(
+        STORED, [STAGES, 1, 1, BLOCK, D], gl.NVMMASharedLayout(128, BITS, rank=4)
+    )
+    lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, D], lines)
+    weights = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, BLOCK], lines)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    gl.thread_barrier()
+    num_rows = gl.load(cu_seqlens_ptr + num_requests)
+    share, num_entries, unit, before = _find_share(
+        counts_ptr, tile_request_ptr, num_rows * num_heads * gl.maximum(num_slots, 1),
+        num_units, num_heads, num_slots, min_share, 4, DIRECT,
+    )  # fmt: skip
+    scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
+    scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
+    out_scale = 1.0 * load_factor(v_scale, V_SCALE_ON_DEVICE)
+    # fmt: off
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_columns, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
+                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
+                    queries.index(0), weights.index(0), ring, full, empty,
+                    share, num_entries, unit, before,
+                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    NARROW, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                )),
+                (_load_pages, (
+                    k_desc, v_desc, tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
+                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
+                    ring, full, empty, share, num_entries, unit, before,
+                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    SLOTS, STAGES, BLOCK * D * BITS // 8, DIRECT,
+                )),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_columns, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
+                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
+                    queries.index(0), weights.index(0), ring, full, empty,
+                    share, num_entries, unit, before,
+                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    NARROW, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                )),
+                (_attend_columns, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
+                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
+                    queries.index(1), weights.index(1), ring, full, empty,
+                    share, num_entries, unit, before,
+                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    1, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    NARROW, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                )),
+                (_load_pages, (
+                    k_desc, v_desc, tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
+                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
+                    ring, full, empty, share, num_entries, unit, before,
+                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    SLOTS, STAGES, BLOCK * D * BITS // 8, DIRECT,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    # fmt: on
+
+
+class Tile(NamedTuple):
+    """Constants of a launch; none depends on a batch's lengths."""
+
+    each: int  # query tokens of a consumer
+    group_rows: int  # columns of a token: its query heads of one KV head, padded
+    consumers: int
+    programs: int  # at most
+
+    @property
+    def tokens(self) -> int:
+        return self.each * self.consumers
+
+
+def choose(plan: Plan, slots: int) -> Tile | None:
+    """The tile for requests of so many tokens; None where its lists would be too long.
+
+    Tokens are tiles of their own where all of them are few entries for each program.
+    """
+    group_rows = rows_of_a_token(plan.config)
+    processors = launch.num_processors(plan.device)
+    entries = plan.max_rows * plan.config.num_kv_heads * max(slots, 1)
+    length = plan.query_len_class
+    if entries <= DIRECT_ENTRIES * PROGRAMS * processors:
+        length = 1
+    if length == 1 and slots <= MAX_DIRECT_SLOTS:
+        return Tile(1, group_rows, 1, PROGRAMS * processors)
+    each = min(COLUMNS // group_rows, length)
+    consumers = 2 if length > each and 2 * each <= MAX_TOKENS else 1
+    tile = Tile(each, group_rows, consumers, (1 if consumers == 2 else PROGRAMS) * processors)
+    fits = launch.power_of_two_above(slots) * tile.tokens <= MAX_LIST
+    return tile if fits else None
+
+
+def can_read(cache: KVCache) -> bool:
+    """The copy engine can fetch the pool's pages as they lie, and no slot has a factor."""
+    scales = (cache.k_scale, cache.v_scale)
+    if cache.format.scale_group or any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
+        return False
+    return launch.can_copy_in_bulk(cache.k) and launch.can_copy_in_bulk(cache.v)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    tile: Tile,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """:func:`msattn.attend` in one launch, behind one for lists where tiles have several tokens."""
+    config, slots, tiles = plan.config, block_ids.shape[2], plan.tiles(tile.tokens)
+    direct = tile.tokens == 1
+    lists = None if direct else make_lists(
+        block_ids, cache, plan.page_table, plan, tile.tokens, tile.tokens
+    )
+    units = (len(tiles.request), config.num_kv_heads)
+    columns = tile.each * tile.group_rows
+    narrow = cache.format.is_fp8
+    most = units[0] * units[1] * max(slots, 1) * tile.tokens
+    programs = max(1, min(tile.programs, most // MIN_SHARE))
+    parts = (programs, 2, tile.consumers)
+    partial_out = plan.workspace("partial_out", (*parts, D.value, columns), torch.float32)
+    partial_state = plan.workspace("partial_state", (*parts, 2, columns), torch.float32)
+    arrivals = plan.workspace("decode_arrivals", (*units, tile.consumers), torch.int32)
+    lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
+    entries, pages, counts = lists[:3] if lists else (arrivals, arrivals, arrivals)
+    side_bytes = BLOCK.value * D.value * cache.format.storage_dtype.itemsize
+    start(
+        _decode_kernel,
+        (programs,),
+        launch.raw(q),
+        *q.stride(),
+        k_desc=_pages_descriptor(cache.k),
+        v_desc=_pages_descriptor(cache.v),
+        **launch.scale_arguments("q_scale", q_scale, slots=False),
+        **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
+        **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
+        **launch.softmax_arguments(softmax_scale),
+        tile_request_ptr=tiles.request,
+        tile_row_ptr=tiles.first_row,
+        cu_seqlens_ptr=plan.cu_seqlens_q,
+        seq_lens_ptr=plan.seq_lens,
+        block_ids_ptr=block_ids,
+        stride_ids_t=block_ids.stride(0),
+        stride_ids_h=block_ids.stride(1),
+        stride_ids_k=block_ids.stride(2),
+        page_table_ptr=plan.page_table,
+        stride_table=plan.page_table.stride(0),
+        entries_ptr=entries,
+        pages_ptr=pages,
+        counts_ptr=counts,
+        out_ptr=out,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_out_d=out.stride(2),
+        lse_ptr=lse_arguments[0],
+        stride_lse_t=lse_arguments[1],
+        stride_lse_h=lse_arguments[2],
+        partial_out_ptr=partial_out,
+        partial_state_ptr=partial_state,
+        arrivals_ptr=arrivals,
+        num_requests=plan.num_requests,
+        num_units=units[0] * units[1],
+        num_heads=units[1],
+        num_slots=slots,
+        num_blocks=plan.num_blocks,
+        num_pages=cache.num_pages,
+        max_list=entries.shape[-1],
+        min_share=MIN_SHARE,
+        CONSUMERS=tile.consumers,
+        EACH=tile.each,
+        GROUP=config.group_size,
+        GROUP_ROWS=tile.group_rows,
+        SLOTS=launch.power_of_two_above(slots),
+        STAGES=(2 if tile.consumers == 2 else 1) * RING_BYTES // side_bytes,
+        NARROW=narrow,
+        E5M2=cache.format.storage_dtype == torch.float8_e5m2,
+        DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
+        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
+        DIRECT=direct,
+        HAS_LSE=lse is not None,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
+
+
+def _pages_descriptor(side: torch.Tensor) -> TensorDescriptor:
+    """One side of a pool; a page of one head is a box."""
+    x = launch.raw(side)
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), rank=4)
+    box = [1, 1, BLOCK.value, D.value]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
