@@ -38,12 +38,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["union", "kv_major"], autouse=True)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The only one that runs, where there is anything to see; KV-major in chunks of few tokens."""
-    from msattn.kernels.hopper import attend_kv_major, attend_union
+    from msattn.kernels.hopper import attend, attend_kv_major, attend_union
     from msattn.kernels.triton import attend as twin
 
     name: str = request.param
     monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if name == "kv_major" else 0.0)
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
+    monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)
     monkeypatch.setattr(twin, "PARTIAL_BYTES", 1 << 20)
     return name
 

@@ -1,4 +1,5 @@
-"""Stage 4 on Hopper, for prefill, in Gluon: union tiles, and KV-major where tokens share little.
+"""Stage 4 on Hopper, in Gluon: decode and verification in equal shares; for prefill, union tiles,
+and KV-major where tokens share little.
 
 The twin, ``kernels/triton/attend.py``, serves pools whose pages the copy engine cannot read: those
 with a factor for each slot, and narrow ones that are too large to be converted once. Its KV-major
@@ -17,6 +18,7 @@ from ..triton import attend_union, dequantize
 from . import attend_decode as decode
 from . import attend_kv_major as kv_major
 from . import attend_union as union
+from .support import MAX_FEW_QUERIES
 
 
 def attend(
@@ -30,12 +32,9 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     slots, page_table = block_ids.shape[2], plan.page_table
-    if plan.max_query_len <= decode.MAX_QUERY_LEN:
-        few = decode.choose(plan, slots)
-        if few is None or not decode.can_read(cache):
-            twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-        else:
-            decode.attend(q, cache, block_ids, plan, few, softmax_scale, q_scale, out, lse)
+    if plan.max_query_len <= MAX_FEW_QUERIES:
+        few = (q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        twin.reissue(_attend_few, *few)
         return
     partial_bytes, has_tails = twin.PARTIAL_BYTES, True
     pool = cache
@@ -60,3 +59,21 @@ def attend(
         kv_major.attend(queries, *picks, tails=tails, partial_bytes=partial_bytes)
     else:
         twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)
+
+
+def _attend_few(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The launches of a step of few query tokens for each request."""
+    tile = decode.choose(plan, block_ids.shape[2])
+    if tile is None or not decode.can_read(cache):
+        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        return
+    decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)

@@ -35,8 +35,6 @@ from ..triton.attend_union import MAX_LIST, Lists, make_lists
 from ..triton.recording import start
 from .attend_union import BLOCK, LN2, D, load_factor, rows_of_a_token
 
-MAX_QUERY_LEN = 16
-"""Query tokens of a request up to which its tiles are of decode's kind."""
 COLUMNS = 64
 """Of a consumer, at most: scores and outputs of a block are all registers then."""
 MAX_TOKENS = 8
@@ -46,17 +44,17 @@ DIRECT_ENTRIES = 2
 MAX_DIRECT_SLOTS = 64
 PROGRAMS = 2
 """Of a multiprocessor, with one consumer each; programs of two consumers have it alone."""
-RING_BYTES = 96 << 10
-"""Of a program's pages, where another one is beside it."""
+MAX_STAGES = 8
+"""Sides of pages under way: as many as fit, but no more than a program can be ahead."""
 MIN_SHARE = 1
 """Entries of a program, where there are so few."""
 COUNTS = gl.constexpr(512)
 """Units whose sizes a program adds up at once."""
-REGISTERS = 128
-"""Of a thread, on average; the producer leaves most of its own to the consumers."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 32
-MERGE_NUMBERS = gl.constexpr(1024)
-"""Columns times partial outputs that a merge loads at once."""
+REGISTERS = 1 << 16
+SHARED_BYTES = 228 << 10
+"""Of a multiprocessor, 1 KiB for each program included that it cannot have."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 32
+"""Of a thread. The first consumer has what the others leave."""
 
 
 @gluon.jit
@@ -782,11 +780,31 @@ class Tile(NamedTuple):
     each: int  # query tokens of a consumer
     group_rows: int  # columns of a token: its query heads of one KV head, padded
     consumers: int
-    programs: int  # at most
 
     @property
     def tokens(self) -> int:
         return self.each * self.consumers
+
+    @property
+    def columns(self) -> int:
+        """Of a consumer."""
+        return self.each * self.group_rows
+
+    @property
+    def programs(self) -> int:
+        """Of a multiprocessor."""
+        return max(PROGRAMS // self.consumers, 1)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, on average; the producer leaves most of its own to the consumers."""
+        return REGISTERS // (128 * (self.consumers + 1) * self.programs) // 8 * 8
+
+    def stages(self, side_bytes: int) -> int:
+        """Sides of pages that fit beside queries, weights and what an output is turned by."""
+        consumer = self.columns * (4 * D.value + BLOCK.value) + 128
+        ring = SHARED_BYTES // self.programs - 1024 - self.consumers * consumer
+        return min(MAX_STAGES, ring // side_bytes)
 
 
 def choose(plan: Plan, slots: int) -> Tile | None:
@@ -795,16 +813,15 @@ def choose(plan: Plan, slots: int) -> Tile | None:
     Tokens are tiles of their own where all of them are few entries for each program.
     """
     group_rows = rows_of_a_token(plan.config)
-    processors = launch.num_processors(plan.device)
     entries = plan.max_rows * plan.config.num_kv_heads * max(slots, 1)
     length = plan.query_len_class
-    if entries <= DIRECT_ENTRIES * PROGRAMS * processors:
+    if entries <= DIRECT_ENTRIES * PROGRAMS * launch.num_processors(plan.device):
         length = 1
     if length == 1 and slots <= MAX_DIRECT_SLOTS:
-        return Tile(1, group_rows, 1, PROGRAMS * processors)
+        return Tile(1, group_rows, 1)
     each = min(COLUMNS // group_rows, length)
     consumers = 2 if length > each and 2 * each <= MAX_TOKENS else 1
-    tile = Tile(each, group_rows, consumers, (1 if consumers == 2 else PROGRAMS) * processors)
+    tile = Tile(each, group_rows, consumers)
     fits = launch.power_of_two_above(slots) * tile.tokens <= MAX_LIST
     return tile if fits else None
 
@@ -835,17 +852,14 @@ def attend(
         block_ids, cache, plan.page_table, plan, tile.tokens, tile.tokens
     )
     units = (len(tiles.request), config.num_kv_heads)
-    columns = tile.each * tile.group_rows
-    narrow = cache.format.is_fp8
     most = units[0] * units[1] * max(slots, 1) * tile.tokens
-    programs = max(1, min(tile.programs, most // MIN_SHARE))
+    programs = max(1, min(tile.programs * launch.num_processors(q.device), most // MIN_SHARE))
     parts = (programs, 2, tile.consumers)
-    partial_out = plan.workspace("partial_out", (*parts, D.value, columns), torch.float32)
-    partial_state = plan.workspace("partial_state", (*parts, 2, columns), torch.float32)
+    partial_out = plan.workspace("partial_out", (*parts, D.value, tile.columns), torch.float32)
+    partial_state = plan.workspace("partial_state", (*parts, 2, tile.columns), torch.float32)
     arrivals = plan.workspace("decode_arrivals", (*units, tile.consumers), torch.int32)
     lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
     entries, pages, counts = lists[:3] if lists else (arrivals, arrivals, arrivals)
-    side_bytes = BLOCK.value * D.value * cache.format.storage_dtype.itemsize
     start(
         _decode_kernel,
         (programs,),
@@ -893,8 +907,8 @@ def attend(
         GROUP=config.group_size,
         GROUP_ROWS=tile.group_rows,
         SLOTS=launch.power_of_two_above(slots),
-        STAGES=(2 if tile.consumers == 2 else 1) * RING_BYTES // side_bytes,
-        NARROW=narrow,
+        STAGES=tile.stages(BLOCK.value * D.value * cache.format.storage_dtype.itemsize),
+        NARROW=cache.format.is_fp8,
         E5M2=cache.format.storage_dtype == torch.float8_e5m2,
         DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
         FP8_QUERY=q.dtype == torch.float8_e4m3fn,
@@ -903,7 +917,7 @@ def attend(
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
-        maxnreg=REGISTERS,
+        maxnreg=tile.registers,
     )
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 CAPABILITY = (9, 0)
 TRITON_VERSIONS = ("3.6.",)
 """Gluon is experimental: its names change with Triton's minor version."""
-MIN_QUERY_LEN = 64
-"""Query tokens of the longest request from which tiles are full enough to pay."""
+MAX_FEW_QUERIES, MIN_QUERY_LEN = 16, 64
+"""Query tokens of the longest request up to which it is decode or verification, and from which the
+tiles of prefill are full enough to pay."""
 MAX_GROUP = 64
 HEAD_DIM = 128
 
@@ -40,8 +41,10 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"{fmt} caches are for the reference alone")
     if dtype is not None and dtype not in _QUERY_DTYPES:
         reasons.append(f"queries are {dtype}; tensor cores take 16 bits")
-    if problem.max_query_len is not None and problem.max_query_len < MIN_QUERY_LEN:
-        reasons.append(f"requests of fewer than {MIN_QUERY_LEN} query tokens do not fill its tiles")
+    length = problem.max_query_len
+    if length is not None and MAX_FEW_QUERIES < length < MIN_QUERY_LEN:
+        between = f"{MAX_FEW_QUERIES + 1} to {MIN_QUERY_LEN - 1}"
+        reasons.append(f"requests of {between} query tokens fill no tile of decode or prefill")
     return reasons
 
 
