@@ -49,8 +49,13 @@ HOPPER_FEW = [
     ("fp16", 1, 16),
     ("fp8_e5m2", 1, 16),
 ]
-HOPPER_FEW_SPILLS = {("bf16", 64): 192, ("fp8_e4m3", 64): 456}
-"""Bytes that a program of as many columns keeps in local memory; others 32, of the producer."""
+HOPPER_FEW_SPILLS = {
+    ("bf16", 32): 24,
+    ("bf16", 64): 240,
+    ("fp8_e4m3", 32): 32,
+    ("fp8_e4m3", 64): 376,
+}
+"""Bytes that a program of as many columns keeps in local memory; most of them not in the loop."""
 
 HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 16}
 """Bytes that a program keeps in local memory."""
@@ -296,7 +301,7 @@ def test_hopper_decode_compiles(kv_format: str, query_len: int, group: int) -> N
     assert entry["wgmma"] == f"m64n{columns}k16.f32.{kind}.{kind}", entry
     assert not entry["warnings"], entry
     assert entry["local"] == 0, entry
-    assert entry["stack"] <= HOPPER_FEW_SPILLS.get((kv_format, columns), 32), entry
+    assert entry["stack"] <= HOPPER_FEW_SPILLS.get((kv_format, columns), 0), entry
     # Two programs of one consumer share a multiprocessor, each with 1 KiB that is not its own.
     programs = 1 if query_len > columns // max(8, group) else 2
     assert entry["dynamic_shared"] + 1024 <= (228 << 10) // programs, entry

@@ -96,9 +96,7 @@ def test_formats_and_queries(kv_format: str, query: str, step: str) -> None:
 @pytest.mark.parametrize("scales", ["float", "slots"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, scales: str, kv_format: str) -> None:
-    inputs = make(
-        VERIFY, kv_format=kv_format, layout=LAYOUTS[layout], scales=scales, device=DEVICE
-    )
+    inputs = make(VERIFY, kv_format=kv_format, layout=LAYOUTS[layout], scales=scales, device=DEVICE)
     ids = make_block_ids(inputs)
     out, lse = run(inputs, ids)
     assert_attention(inputs, ids, out, lse)

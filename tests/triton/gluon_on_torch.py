@@ -552,6 +552,10 @@ class Gluon(_Namespace):
     def permute(self, x: Value, order: Sequence[Any]) -> Value:
         return Value(x.data.permute(_sizes(order)))
 
+    def split(self, x: Value) -> tuple[Value, Value]:
+        first, second = x.data.unbind(-1)
+        return Value(first), Value(second)
+
     def convert_layout(self, x: Value, layout: None) -> Value:
         return x
 

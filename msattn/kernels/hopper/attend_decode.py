@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from ..triton import launch
-from ..triton.attend_union import MAX_LIST, Lists, make_lists
+from ..triton.attend_union import MAX_LIST, make_lists
 from ..triton.recording import start
-from .attend_union import BLOCK, LN2, D, load_factor, rows_of_a_token
+from .attend_union import BLOCK, HALF, LN2, D, load_factor, rows_of_a_token
 
 COLUMNS = 64
 """Of a consumer, at most: scores and outputs of a block are all registers then."""
@@ -50,11 +50,11 @@ MIN_SHARE = 1
 """Entries of a program, where there are so few."""
 COUNTS = gl.constexpr(512)
 """Units whose sizes a program adds up at once."""
-REGISTERS = 1 << 16
+REGISTERS, MAX_REGISTERS = 1 << 16, 248
 SHARED_BYTES = 228 << 10
 """Of a multiprocessor, 1 KiB for each program included that it cannot have."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 32
-"""Of a thread. The first consumer has what the others leave."""
+CONSUMER_REGISTERS = 232
+"""Of a thread of the second consumer; the first one has what the others leave."""
 
 
 @gluon.jit
@@ -63,7 +63,9 @@ def _add(a, b):
 
 
 @gluon.jit
-def _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, inside, DIRECT: gl.constexpr):
+def _unit_size(
+    unit, counts_ptr, tile_request_ptr, num_heads, num_slots, inside, DIRECT: gl.constexpr
+):
     """Entries of a unit, at least one that is used; it may name no block, but writes the output."""
     if DIRECT:
         return gl.maximum(num_slots, 1)
@@ -213,9 +215,7 @@ def _load_pages(
     end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
-        size = _unit_size(
-            unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT
-        )
+        size = _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
         row = gl.load(tile_row_ptr + tile)
         ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
@@ -273,8 +273,8 @@ def _in_order_of_k(x):
 
 
 @gluon.jit
-def _narrow_k(page, operand: gl.constexpr, E5M2: gl.constexpr):
-    """K as a product's first operand: 16 bytes at a time become a thread's own, without a move.
+def _narrow_k(page, E5M2: gl.constexpr):
+    """K for a product's first operand: 16 bytes at a time become a thread's own, without a move.
 
     Elements of a key may stand in any order that the queries have too: bits 6 and 5 of an element's
     number are the thread in four, where the operand has bits 2 and 1.
@@ -286,7 +286,37 @@ def _narrow_k(page, operand: gl.constexpr, E5M2: gl.constexpr):
         [],
         [128, 128],
     )
-    return gl.convert_layout(_in_order_of_k(_widen(page.load(loaded), E5M2)), operand)
+    return _in_order_of_k(_widen(page.load(loaded), E5M2))
+
+
+@gluon.jit
+def _halves(k):
+    """``[128, 128]`` as two of ``[128, 64]``; what is not used is not loaded."""
+    return gl.split(gl.permute(gl.reshape(k, (BLOCK, 2, HALF)), (0, 2, 1)))
+
+
+@gluon.jit
+def _narrow_scores(
+    page, queries, barrier, zero, operand: gl.constexpr, IN_HALVES: gl.constexpr, E5M2: gl.constexpr
+):  # fmt: skip
+    """K q^T of a narrow page, which is free when its bytes are in registers.
+
+    In halves, where scores and outputs leave registers for no more of the operand.
+    """
+    queries = queries.permute((1, 0))
+    if IN_HALVES:
+        k, _ = _halves(_narrow_k(page, E5M2))
+        k = gl.convert_layout(k, operand)
+        s = warpgroup_mma(k, queries.slice(0, HALF), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        _, k = _halves(_narrow_k(page, E5M2))
+        k = gl.convert_layout(k, operand)
+        s = warpgroup_mma(k, queries.slice(HALF, HALF), s, is_async=True)
+    else:
+        k = gl.convert_layout(_narrow_k(page, E5M2), operand)
+        s = warpgroup_mma(k, queries, zero, use_acc=False, is_async=True)
+    mbarrier.arrive(barrier, count=1)
+    return warpgroup_mma_wait(0, deps=(s,))
 
 
 @gluon.jit
@@ -404,9 +434,7 @@ def _attend_columns(
     end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
-        size = _unit_size(
-            unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT
-        )
+        size = _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
         first_row = gl.load(tile_row_ptr + tile)
         ids = block_ids_ptr + first_row.to(gl.int64) * stride_ids_t + head * stride_ids_h
@@ -461,12 +489,9 @@ def _attend_columns(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
                     if NARROW:
-                        s = warpgroup_mma(
-                            _narrow_k(k, operand, E5M2),
-                            queries.permute((1, 0)), zero, use_acc=False, is_async=True,
-                        )  # fmt: skip
-                        mbarrier.arrive(empty.index(k_slot), count=1)
-                        s = warpgroup_mma_wait(0, deps=(s,))
+                        s = _narrow_scores(
+                            k, queries, empty.index(k_slot), zero, operand, COLUMNS > 32, E5M2
+                        )
                     else:
                         s = warpgroup_mma(
                             k, queries.permute((1, 0)), zero, use_acc=False, is_async=True
@@ -513,7 +538,9 @@ def _attend_columns(
         first_program, last_program = before // share, (before + size - 1) // share
         is_last = first_program == last_program
         if first_program < last_program:
-            numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[None, :]
+            numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[
+                None, :
+            ]
             part = _part(program, before, share, CONSUMER, CONSUMERS)
             gl.store(partial_out_ptr + part * (D * COLUMNS) + numbers, acc)
             gl.store(partial_state_ptr + part * (2 * COLUMNS) + c, running_max)
@@ -585,8 +612,9 @@ def _merge(
     for first in range(first_program, last_program + 1, AHEAD):
         for i in gl.static_range(AHEAD):
             program = gl.minimum(first + i, last_program)
-            state = partial_state_ptr + _part(program, before, share, CONSUMER, CONSUMERS) * (2 * COLUMNS)
-            running_max = gl.maximum(running_max, gl.load(state + c, cache_modifier=".cg"))
+            part = _part(program, before, share, CONSUMER, CONSUMERS)
+            part_max = gl.load(partial_state_ptr + part * (2 * COLUMNS) + c, cache_modifier=".cg")
+            running_max = gl.maximum(running_max, part_max)
     total = gl.zeros([COLUMNS], gl.float32, layout=column)
     for first in range(first_program, last_program + 1, AHEAD):
         for i in gl.static_range(AHEAD):
@@ -798,7 +826,13 @@ class Tile(NamedTuple):
     @property
     def registers(self) -> int:
         """Of a thread, on average; the producer leaves most of its own to the consumers."""
-        return REGISTERS // (128 * (self.consumers + 1) * self.programs) // 8 * 8
+        each = REGISTERS // (128 * (self.consumers + 1) * self.programs)
+        return min(each // 8 * 8, MAX_REGISTERS)
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread; 24 are too few without spills, and all that 64 columns leave."""
+        return 40 if self.columns <= COLUMNS // 2 else 24
 
     def stages(self, side_bytes: int) -> int:
         """Sides of pages that fit beside queries, weights and what an output is turned by."""
@@ -848,8 +882,10 @@ def attend(
     """:func:`msattn.attend` in one launch, behind one for lists where tiles have several tokens."""
     config, slots, tiles = plan.config, block_ids.shape[2], plan.tiles(tile.tokens)
     direct = tile.tokens == 1
-    lists = None if direct else make_lists(
-        block_ids, cache, plan.page_table, plan, tile.tokens, tile.tokens
+    lists = (
+        None
+        if direct
+        else make_lists(block_ids, cache, plan.page_table, plan, tile.tokens, tile.tokens)
     )
     units = (len(tiles.request), config.num_kv_heads)
     most = units[0] * units[1] * max(slots, 1) * tile.tokens
@@ -915,7 +951,7 @@ def attend(
         DIRECT=direct,
         HAS_LSE=lse is not None,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,
         maxnreg=tile.registers,
     )
