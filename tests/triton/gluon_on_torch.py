@@ -466,7 +466,7 @@ class Gluon(_Namespace):
     constexpr = real_gl.constexpr
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     float8e4nv, float8e5 = torch.float8_e4m3fn, torch.float8_e5m2
-    uint8, int32, int64 = torch.uint8, torch.int32, torch.int64
+    uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
 
     def _no_layout(self, *_: Any, **__: Any) -> None:
         """A layout: where a tile's elements lie is nobody's business here."""
@@ -551,6 +551,9 @@ class Gluon(_Namespace):
 
     def permute(self, x: Value, order: Sequence[Any]) -> Value:
         return Value(x.data.permute(_sizes(order)))
+
+    def join(self, x: Value, y: Value) -> Value:
+        return Value(torch.stack((x.data, y.data), -1))
 
     def split(self, x: Value) -> tuple[Value, Value]:
         first, second = x.data.unbind(-1)

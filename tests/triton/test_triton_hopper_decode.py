@@ -112,7 +112,7 @@ def test_small_cases(case: Case, check: Check, seed: int) -> None:
 
 
 @pytest.mark.parametrize("query", ["model", "e4m3"])
-@pytest.mark.parametrize("kv_format", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4"])
 def test_formats_and_queries(kv_format: str, query: str, check: Check) -> None:
     dtype = torch.float16 if kv_format == "fp16" else torch.bfloat16
     dtype = torch.float8_e4m3fn if query == "e4m3" else dtype

@@ -33,6 +33,7 @@ from ...plan import Plan
 from ..triton import launch
 from ..triton.attend_union import MAX_LIST, make_lists
 from ..triton.recording import start
+from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_union import BLOCK, HALF, LN2, D, load_factor, rows_of_a_token
 
 COLUMNS = 64
@@ -177,9 +178,24 @@ def _load_entry(
 
 
 @gluon.jit
+def _first_token(seq_len, block, FORMAT: gl.constexpr):
+    """Of a page as it is loaded: it ends with the sequence, behind which may be anything, NaN too.
+
+    What lies before the page's first token, the engine fills with zeros. NVFP4 pages are whole:
+    codes are never NaN, and the scales of tokens behind the sequence become 0 where they are used.
+    """
+    if FORMAT == NVFP4:
+        return 0
+    else:
+        return gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+
+
+@gluon.jit
 def _load_pages(
     k_desc,
     v_desc,
+    k_scales_desc,
+    v_scales_desc,
     tile_request_ptr,
     tile_row_ptr,
     cu_seqlens_ptr,
@@ -194,6 +210,7 @@ def _load_pages(
     pages_ptr,
     counts_ptr,
     ring,
+    scales,
     full,
     empty,
     share,
@@ -208,6 +225,7 @@ def _load_pages(
     SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     SIDE_BYTES: gl.constexpr,
+    FORMAT: gl.constexpr,
     DIRECT: gl.constexpr,
 ):
     """The producer: K and V of each entry of the program's share."""
@@ -237,9 +255,7 @@ def _load_pages(
                 SLOTS, 1, DIRECT,
             )  # fmt: skip
             if page >= 0:
-                # The page ends with the sequence: behind its last token may be anything, NaN too.
-                # What lies before the page's first token, the engine fills with zeros.
-                first_token = gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+                first_token = _first_token(seq_len, block, FORMAT)
                 for side in gl.static_range(2):
                     slot = step % STAGES
                     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -250,9 +266,16 @@ def _load_pages(
                         full.index(slot),
                         ring.index(slot),
                     )
+                    if FORMAT == NVFP4:
+                        tma.async_copy_global_to_shared(
+                            k_scales_desc if side == 0 else v_scales_desc,
+                            [page, head, 0, 0],
+                            full.index(slot),
+                            scales.index(slot),
+                        )
                     step += 1
         before += size
-        at = gl.maximum(at, gl.minimum(before, end))
+        at = gl.minimum(before, end)
         unit += 1
 
 
@@ -266,6 +289,21 @@ def _widen(x, E5M2: gl.constexpr):
 
 
 @gluon.jit
+def _decode(codes, scales, layout: gl.constexpr):
+    """NVFP4 bytes [128, 64] and scales [128, 8] as fp16 numbers [128, 128], 1/256 of themselves.
+
+    ``layout`` is of bytes as [128, 8, 8]. See ``nvfp4_to_fp16`` of the twin.
+    """
+    codes = gl.convert_layout(gl.reshape(codes, (BLOCK, 8, 8)), layout).to(gl.int32)
+    scales = gl.convert_layout(scales * 64.0, gl.SliceLayout(2, layout))[:, :, None]
+    low = ((codes & 0x08) << 12) | ((codes & 0x07) << 9)
+    high = ((codes & 0x80) << 8) | ((codes & 0x70) << 5)
+    low = low.to(gl.int16).to(gl.float16, bitcast=True) * scales
+    high = high.to(gl.int16).to(gl.float16, bitcast=True) * scales
+    return gl.reshape(gl.join(low, high), (BLOCK, D))
+
+
+@gluon.jit
 def _in_order_of_k(x):
     """Columns of ``[rows, 128]`` as narrow keys have them: see :func:`_narrow_k`."""
     x = gl.permute(gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2)), (0, 2, 3, 4, 1, 5))
@@ -273,20 +311,46 @@ def _in_order_of_k(x):
 
 
 @gluon.jit
-def _narrow_k(page, E5M2: gl.constexpr):
+def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
     """K for a product's first operand: 16 bytes at a time become a thread's own, without a move.
 
     Elements of a key may stand in any order that the queries have too: bits 6 and 5 of an element's
     number are the thread in four, where the operand has bits 2 and 1.
     """
-    loaded: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
-        [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [128, 128],
-    )
-    return _in_order_of_k(_widen(page.load(loaded), E5M2))
+    if FORMAT == NVFP4:
+        codes: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [64, 0]],
+            [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [128, 64],
+        )
+        groups: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [8, 0, 0], [64, 0, 0]],
+            [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+            [[16, 0, 0], [32, 0, 0]],
+            [],
+            [128, 8, 8],
+        )
+        # A line has 16 tokens' scales.
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 64], [4, 0]],
+            [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
+            [[1, 0], [2, 0]],
+            [],
+            [8, 128],
+        )
+        factors = gl.reshape(_widen(scales.load(lines), False), (BLOCK, 8))
+        return _in_order_of_k(_decode(page.load(codes), factors, groups))
+    else:
+        loaded: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
+            [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [128, 128],
+        )
+        return _in_order_of_k(_widen(page.load(loaded), E5M2))
 
 
 @gluon.jit
@@ -297,43 +361,94 @@ def _halves(k):
 
 @gluon.jit
 def _narrow_scores(
-    page, queries, barrier, zero, operand: gl.constexpr, IN_HALVES: gl.constexpr, E5M2: gl.constexpr
-):  # fmt: skip
+    page,
+    scales,
+    queries,
+    barrier,
+    zero,
+    operand: gl.constexpr,
+    IN_HALVES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    E5M2: gl.constexpr,
+):
     """K q^T of a narrow page, which is free when its bytes are in registers.
 
     In halves, where scores and outputs leave registers for no more of the operand.
     """
     queries = queries.permute((1, 0))
     if IN_HALVES:
-        k, _ = _halves(_narrow_k(page, E5M2))
+        k, _ = _halves(_narrow_k(page, scales, FORMAT, E5M2))
         k = gl.convert_layout(k, operand)
         s = warpgroup_mma(k, queries.slice(0, HALF), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        _, k = _halves(_narrow_k(page, E5M2))
+        _, k = _halves(_narrow_k(page, scales, FORMAT, E5M2))
         k = gl.convert_layout(k, operand)
         s = warpgroup_mma(k, queries.slice(HALF, HALF), s, is_async=True)
     else:
-        k = gl.convert_layout(_narrow_k(page, E5M2), operand)
+        k = gl.convert_layout(_narrow_k(page, scales, FORMAT, E5M2), operand)
         s = warpgroup_mma(k, queries, zero, use_acc=False, is_async=True)
     mbarrier.arrive(barrier, count=1)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
 @gluon.jit
-def _narrow_v(page, operand: gl.constexpr, E5M2: gl.constexpr):
-    """V^T as a product's first operand: 4 bytes of 2 tokens at a time become rows of a thread's.
+def _narrow_v(
+    page, scales, num_keys, operand: gl.constexpr, FORMAT: gl.constexpr, E5M2: gl.constexpr
+):  # fmt: skip
+    """V^T as a product's first operand: 4 elements of 2 tokens become rows of a thread's.
 
     Rows stand in an order of their own, :func:`_in_order_of_v` undoes it.
     """
-    loaded: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
-        [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        [[0, 32], [0, 64]],
-        [],
-        [128, 128],
-    )
-    x = gl.reshape(gl.permute(_widen(page.load(loaded), E5M2), (1, 0)), (4, 8, 2, 2, BLOCK))
+    if FORMAT == NVFP4:
+        codes: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
+            [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
+            [[0, 16], [0, 32]],
+            [],
+            [128, 64],
+        )
+        groups: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 1], [1, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
+            [[2, 0, 0], [4, 0, 0], [0, 0, 2], [0, 0, 4], [0, 1, 0]],
+            [[0, 2, 0], [0, 4, 0]],
+            [],
+            [128, 8, 8],
+        )
+        # A line has 4 quads: 8 groups' scales of 4 tokens each.
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 64], [1, 0], [2, 0], [4, 0]],
+            [[0, 2], [0, 32], [0, 0], [0, 0], [0, 4]],
+            [[0, 8], [0, 16]],
+            [],
+            [8, 128],
+        )
+        factors = gl.reshape(_widen(scales.load(lines), False), (32, 8, 4))
+        factors = gl.reshape(gl.permute(factors, (0, 2, 1)), (BLOCK, 8))
+        factors = gl.convert_layout(factors, gl.SliceLayout(2, groups))
+        n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, groups)))
+        factors = gl.where((n < num_keys)[:, None], factors, 0.0)
+        x = _decode(page.load(codes), factors, groups)
+    else:
+        loaded: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
+            [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+            [[0, 32], [0, 64]],
+            [],
+            [128, 128],
+        )
+        x = _widen(page.load(loaded), E5M2)
+    x = gl.reshape(gl.permute(x, (1, 0)), (4, 8, 2, 2, BLOCK))
     return gl.convert_layout(gl.reshape(gl.permute(x, (2, 0, 3, 1, 4)), (D, BLOCK)), operand)
+
+
+@gluon.jit
+def _page(ring, scales, slot, FORMAT: gl.constexpr):
+    """A side of a page in the ring, and its block scales."""
+    if FORMAT == NVFP4:
+        return ring.index(slot).reshape((BLOCK, HALF)), scales.index(slot).reshape((8, BLOCK))
+    else:
+        page = ring.index(slot).reshape((BLOCK, D))
+        return page, page
 
 
 @gluon.jit
@@ -390,6 +505,7 @@ def _attend_columns(
     queries,
     weights,
     ring,
+    scales,
     full,
     empty,
     share,
@@ -408,7 +524,7 @@ def _attend_columns(
     GROUP_ROWS: gl.constexpr,
     SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
-    NARROW: gl.constexpr,
+    FORMAT: gl.constexpr,
     E5M2: gl.constexpr,
     FP8_QUERY: gl.constexpr,
     SIGN: gl.constexpr,
@@ -467,7 +583,7 @@ def _attend_columns(
         if FP8_QUERY:
             q = _widen(q, False)
         q = (q.to(gl.float32) * SIGN).to(DTYPE)
-        queries.store(_in_order_of_k(q) if NARROW else q)
+        queries.store(_in_order_of_k(q) if FORMAT != WIDE else q)
         fence_async_shared()
         gl.thread_barrier()
 
@@ -484,21 +600,22 @@ def _attend_columns(
                 k_slot, v_slot = step % STAGES, (step + 1) % STAGES
                 k_phase, v_phase = (step // STAGES) & 1, ((step + 1) // STAGES) & 1
                 step += 2
-                k = ring.index(k_slot).reshape((BLOCK, D))
-                v = ring.index(v_slot).reshape((BLOCK, D))
+                k, k_scales = _page(ring, scales, k_slot, FORMAT)
+                v, v_scales = _page(ring, scales, v_slot, FORMAT)
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
-                    if NARROW:
+                    if FORMAT != WIDE:
                         s = _narrow_scores(
-                            k, queries, empty.index(k_slot), zero, operand, COLUMNS > 32, E5M2
-                        )
+                            k, k_scales, queries, empty.index(k_slot), zero, operand,
+                            COLUMNS > 32, FORMAT, E5M2,
+                        )  # fmt: skip
                     else:
                         s = warpgroup_mma(
                             k, queries.permute((1, 0)), zero, use_acc=False, is_async=True
                         )
                         s = warpgroup_mma_wait(0, deps=(s,))
                         mbarrier.arrive(empty.index(k_slot), count=1)
-                    first_token = gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+                    first_token = _first_token(seq_len, block, FORMAT)
                     last = gl.where(
                         ((tokens >> token) & 1) != 0,
                         first_position + token - block * BLOCK - first_token,
@@ -516,9 +633,11 @@ def _attend_columns(
                     running_sum = _scale_own(running_sum, rescale) + _sum_own(p)
                     acc = acc * rescale[None, :]
                     mbarrier.wait(full.index(v_slot), v_phase)
-                    if NARROW:
+                    if FORMAT != WIDE:
                         acc = warpgroup_mma(
-                            _narrow_v(v, operand, E5M2),
+                            _narrow_v(
+                                v, v_scales, seq_len - block * BLOCK, operand, FORMAT, E5M2
+                            ),
                             weights.permute((1, 0)), acc, is_async=True,
                         )  # fmt: skip
                         mbarrier.arrive(empty.index(v_slot), count=1)
@@ -560,7 +679,7 @@ def _attend_columns(
             is_empty = total == 0.0
             result = acc * (out_scale / gl.where(is_empty, 1.0, total))[None, :]
             result = result.to(out_ptr.dtype.element_ty)
-            result = gl.permute(_in_order_of_v(result) if NARROW else result, (1, 0))
+            result = gl.permute(_in_order_of_v(result) if FORMAT != WIDE else result, (1, 0))
             gl.store(
                 out_ptr
                 + (row.to(gl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
@@ -644,8 +763,10 @@ def _decode_kernel(
     stride_q_t,
     stride_q_h,
     stride_q_d,
-    k_desc,  # [pages, Hkv, 128, 128], boxes of a page; fp8 as bytes
+    k_desc,  # [pages, Hkv, 128, 128], boxes of a page; fp8 as bytes, NVFP4 codes [.., 128, 64]
     v_desc,
+    k_scales_desc,  # [pages, Hkv, 8, 128] bytes, NVFP4 only
+    v_scales_desc,
     q_scale,  # numbers, or pointers to one
     k_scale,
     v_scale,
@@ -687,7 +808,7 @@ def _decode_kernel(
     GROUP_ROWS: gl.constexpr,
     SLOTS: gl.constexpr,  # K rounded up to a power of two, DIRECT only
     STAGES: gl.constexpr,
-    NARROW: gl.constexpr,
+    FORMAT: gl.constexpr,
     E5M2: gl.constexpr,
     DTYPE: gl.constexpr,  # of the products
     FP8_QUERY: gl.constexpr,
@@ -702,11 +823,19 @@ def _decode_kernel(
 ):
     """out = softmax(scale * q K^T) V over the listed blocks of each row; equal shares of entries"""
     COLUMNS: gl.constexpr = EACH * GROUP_ROWS
-    STORED: gl.constexpr = gl.uint8 if NARROW else DTYPE
-    BITS: gl.constexpr = 8 if NARROW else 16
+    STORED: gl.constexpr = DTYPE if FORMAT == WIDE else gl.uint8
+    BITS: gl.constexpr = 16 if FORMAT == WIDE else 8
+    WIDTH: gl.constexpr = D // 2 if FORMAT == NVFP4 else D
+    SIDE_BYTES: gl.constexpr = BLOCK * WIDTH * BITS // 8 + (8 * BLOCK if FORMAT == NVFP4 else 0)
     ring = gl.allocate_shared_memory(
-        STORED, [STAGES, 1, 1, BLOCK, D], gl.NVMMASharedLayout(128, BITS, rank=4)
-    )
+        STORED, [STAGES, 1, 1, BLOCK, WIDTH],
+        gl.NVMMASharedLayout(min(WIDTH * BITS // 8, 128), BITS, rank=4),
+    )  # fmt: skip
+    scales = ring
+    if FORMAT == NVFP4:
+        scales = gl.allocate_shared_memory(
+            gl.uint8, [STAGES, 1, 1, 8, BLOCK], gl.NVMMASharedLayout(128, 8, rank=4)
+        )
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, D], lines)
     weights = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, BLOCK], lines)
@@ -726,6 +855,9 @@ def _decode_kernel(
     scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
     scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
     out_scale = 1.0 * load_factor(v_scale, V_SCALE_ON_DEVICE)
+    if FORMAT == NVFP4:
+        scale *= NVFP4_FACTOR
+        out_scale *= NVFP4_FACTOR
     # fmt: off
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -738,19 +870,20 @@ def _decode_kernel(
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
                     partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
-                    queries.index(0), weights.index(0), ring, full, empty,
+                    queries.index(0), weights.index(0), ring, scales, full, empty,
                     share, num_entries, unit, before,
                     num_heads, num_slots, num_blocks, num_pages, max_list,
                     0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
-                    NARROW, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                    FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_load_pages, (
-                    k_desc, v_desc, tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    k_desc, v_desc, k_scales_desc, v_scales_desc,
+                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
                     block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
                     page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
-                    ring, full, empty, share, num_entries, unit, before,
+                    ring, scales, full, empty, share, num_entries, unit, before,
                     num_heads, num_slots, num_blocks, num_pages, max_list,
-                    SLOTS, STAGES, BLOCK * D * BITS // 8, DIRECT,
+                    SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
                 )),
             ],
             [1],
@@ -767,11 +900,11 @@ def _decode_kernel(
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
                     partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
-                    queries.index(0), weights.index(0), ring, full, empty,
+                    queries.index(0), weights.index(0), ring, scales, full, empty,
                     share, num_entries, unit, before,
                     num_heads, num_slots, num_blocks, num_pages, max_list,
                     0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
-                    NARROW, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                    FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_attend_columns, (
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
@@ -781,19 +914,20 @@ def _decode_kernel(
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
                     partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
-                    queries.index(1), weights.index(1), ring, full, empty,
+                    queries.index(1), weights.index(1), ring, scales, full, empty,
                     share, num_entries, unit, before,
                     num_heads, num_slots, num_blocks, num_pages, max_list,
                     1, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
-                    NARROW, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                    FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_load_pages, (
-                    k_desc, v_desc, tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
+                    k_desc, v_desc, k_scales_desc, v_scales_desc,
+                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
                     block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
                     page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
-                    ring, full, empty, share, num_entries, unit, before,
+                    ring, scales, full, empty, share, num_entries, unit, before,
                     num_heads, num_slots, num_blocks, num_pages, max_list,
-                    SLOTS, STAGES, BLOCK * D * BITS // 8, DIRECT,
+                    SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
                 )),
             ],
             [4, 1],
@@ -863,9 +997,9 @@ def choose(plan: Plan, slots: int) -> Tile | None:
 def can_read(cache: KVCache) -> bool:
     """The copy engine can fetch the pool's pages as they lie, and no slot has a factor."""
     scales = (cache.k_scale, cache.v_scale)
-    if cache.format.scale_group or any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
+    if any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
         return False
-    return launch.can_copy_in_bulk(cache.k) and launch.can_copy_in_bulk(cache.v)
+    return all(launch.can_copy_in_bulk(side) for side in _sides(cache))
 
 
 def attend(
@@ -896,13 +1030,17 @@ def attend(
     arrivals = plan.workspace("decode_arrivals", (*units, tile.consumers), torch.int32)
     lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
     entries, pages, counts = lists[:3] if lists else (arrivals, arrivals, arrivals)
+    constants = launch.format_arguments(cache.format, q.device)
+    sides = [_descriptor(side) for side in _sides(cache)]
     start(
         _decode_kernel,
         (programs,),
         launch.raw(q),
         *q.stride(),
-        k_desc=_pages_descriptor(cache.k),
-        v_desc=_pages_descriptor(cache.v),
+        k_desc=sides[0],
+        v_desc=sides[1],
+        k_scales_desc=sides[-2],
+        v_scales_desc=sides[-1],
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
         **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
@@ -943,9 +1081,9 @@ def attend(
         GROUP=config.group_size,
         GROUP_ROWS=tile.group_rows,
         SLOTS=launch.power_of_two_above(slots),
-        STAGES=tile.stages(BLOCK.value * D.value * cache.format.storage_dtype.itemsize),
-        NARROW=cache.format.is_fp8,
-        E5M2=cache.format.storage_dtype == torch.float8_e5m2,
+        STAGES=tile.stages(cache.format.bytes_per_page(config) // (2 * config.num_kv_heads)),
+        FORMAT=constants["FORMAT"],
+        E5M2=constants["E5M2"],
         DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
         FP8_QUERY=q.dtype == torch.float8_e4m3fn,
         DIRECT=direct,
@@ -957,9 +1095,22 @@ def attend(
     )
 
 
-def _pages_descriptor(side: torch.Tensor) -> TensorDescriptor:
-    """One side of a pool; a page of one head is a box."""
-    x = launch.raw(side)
-    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), rank=4)
-    box = [1, 1, BLOCK.value, D.value]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+def _sides(cache: KVCache) -> tuple[torch.Tensor, ...]:
+    """K and V as the engine copies them, bytes where narrow; of NVFP4 the block scales, too."""
+    if not cache.format.scale_group:
+        return launch.raw(cache.k), launch.raw(cache.v)
+    views = cache.nvfp4_views()
+    lines = (len(views.k_codes), cache.num_kv_heads, 8, BLOCK.value)
+    scales = [
+        side.view(torch.uint8).as_strided(lines, (*side.stride()[:2], BLOCK.value, 1))
+        for side in (views.k_scales, views.v_scales)
+    ]
+    return views.k_codes, views.v_codes, *scales
+
+
+def _descriptor(side: torch.Tensor) -> TensorDescriptor:
+    """A side of a pool; what it has of a page and head is a box."""
+    row = side.shape[3] * side.element_size()
+    layout = gl.NVMMASharedLayout(min(row, 128), 8 * side.element_size(), rank=4)
+    box = [1, 1, *side.shape[2:]]
+    return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)
