@@ -552,6 +552,28 @@ class Gluon(_Namespace):
     def permute(self, x: Value, order: Sequence[Any]) -> Value:
         return Value(x.data.permute(_sizes(order)))
 
+    def inline_asm_elementwise(
+        self,
+        asm: Any,
+        constraints: str,
+        args: Sequence[Value],
+        dtype: Sequence[torch.dtype],
+        is_pure: bool,
+        pack: int,
+    ) -> tuple[Value, ...]:
+        """Of one operand of bytes, four in a register, and results of 16 bits."""
+        [x] = args
+        if pack != 4 or x.dtype != torch.uint8 or any(d.itemsize != 2 for d in dtype):
+            raise NotImplementedError(f"inline_asm_elementwise of {pack} {x.dtype} to {dtype}")
+        words = x.data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+        results = run_ptx(str(_plain(asm)), [f"${2 * len(dtype)}"], [words])
+        values = []
+        for i, each in enumerate(dtype):
+            pair = torch.stack([results[f"${2 * i}"], results[f"${2 * i + 1}"]], -1)
+            bits = (pair - (pair >> 31 << 32)).int()
+            values.append(Value(bits.view(each).reshape(x.shape)))
+        return tuple(values)
+
     def join(self, x: Value, y: Value) -> Value:
         return Value(torch.stack((x.data, y.data), -1))
 
@@ -583,6 +605,51 @@ class Gluon(_Namespace):
 
     def log2(self, x: Value) -> Value:
         return Value(torch.log2(x.data))
+
+
+def run_ptx(asm: str, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """All registers after some instructions on 32 bits, each lane of a tensor by itself."""
+    registers: dict[str, Any] = dict(zip(names, inputs, strict=True))
+
+    def operand(word: str) -> Any:
+        return registers[word] if word in registers else int(word, 0)
+
+    for line in asm.strip().strip("{}").replace("\n", " ").split(";"):
+        operation, *words = line.replace(",", " ").split() or [".reg"]
+        if operation == ".reg":
+            continue
+        if operation not in PTX:
+            raise NotImplementedError(f"{operation} of PTX")
+        target, *operands = words
+        registers[target] = PTX[operation](*map(operand, operands)) & 0xFFFFFFFF
+    return registers
+
+
+def _prmt(a: Any, b: Any, selector: int) -> Any:
+    both = a | (b << 32)
+    nibbles = [selector >> (4 * i) & 0xF for i in range(4)]
+    if any(nibble > 7 for nibble in nibbles):
+        raise NotImplementedError("prmt that replicates signs")
+    return sum(((both >> (8 * nibble)) & 0xFF) << (8 * i) for i, nibble in enumerate(nibbles))
+
+
+def _lop3(a: Any, b: Any, c: Any, table: int) -> Any:
+    """A bit of the table for each of the eight combinations of three bits."""
+    result = a & 0
+    for i in range(8):
+        if table >> i & 1:
+            x, y, z = ((u if i >> k & 1 else ~u) for u, k in ((a, 2), (b, 1), (c, 0)))
+            result = result | (x & y & z)
+    return result
+
+
+PTX: dict[str, Callable[..., Any]] = {
+    "and.b32": operator.and_,
+    "shl.b32": operator.lshift,
+    "shr.b32": operator.rshift,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+}
 
 
 def _name_barriers(function: Function, arguments: Sequence[Any]) -> None:

@@ -196,32 +196,13 @@ def _load_pages(
     v_desc,
     k_scales_desc,
     v_scales_desc,
-    tile_request_ptr,
-    tile_row_ptr,
-    cu_seqlens_ptr,
-    seq_lens_ptr,
-    block_ids_ptr,
-    stride_ids_t,
-    stride_ids_h,
-    stride_ids_k,
-    page_table_ptr,
-    stride_table,
-    entries_ptr,
-    pages_ptr,
-    counts_ptr,
+    requests,
+    blocks,
+    work,
     ring,
     scales,
     full,
     empty,
-    share,
-    num_entries,
-    unit,
-    before,
-    num_heads,
-    num_slots,
-    num_blocks,
-    num_pages,
-    max_list,
     SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     SIDE_BYTES: gl.constexpr,
@@ -229,6 +210,14 @@ def _load_pages(
     DIRECT: gl.constexpr,
 ):
     """The producer: K and V of each entry of the program's share."""
+    # fmt: off
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    ) = blocks
+    share, num_entries, unit, before, num_heads = work
+    # fmt: on
     at = gl.program_id(0) * share
     end = gl.minimum(at + share, num_entries)
     step = 0
@@ -288,25 +277,51 @@ def _widen(x, E5M2: gl.constexpr):
         return x.to(gl.float8e4nv, bitcast=True).to(gl.float16)
 
 
+_E2M1_TO_FP16 = gl.constexpr("""{
+.reg .b32 first, second, number;
+prmt.b32 first, $4, 0, 0x1404;
+prmt.b32 second, $4, 0, 0x3424;
+shl.b32 number, first, 1;
+and.b32 number, number, 0x0e000e00;
+shl.b32 $0, first, 4;
+lop3.b32 $0, $0, 0x80008000, number, 0xea;
+shl.b32 number, second, 1;
+and.b32 number, number, 0x0e000e00;
+shl.b32 $1, second, 4;
+lop3.b32 $1, $1, 0x80008000, number, 0xea;
+shr.b32 number, first, 3;
+and.b32 number, number, 0x0e000e00;
+lop3.b32 $2, first, 0x80008000, number, 0xea;
+shr.b32 number, second, 3;
+and.b32 number, number, 0x0e000e00;
+lop3.b32 $3, second, 0x80008000, number, 0xea;
+}""")
+"""Four bytes, two of them in the high bytes of a register's halves; then sign, exponent and
+mantissa of both halves' low nibbles, and of their high ones, go to their places together."""
+
+
 @gluon.jit
 def _decode(codes, scales, layout: gl.constexpr):
     """NVFP4 bytes [128, 64] and scales [128, 8] as fp16 numbers [128, 128], 1/256 of themselves.
 
     ``layout`` is of bytes as [128, 8, 8]. See ``nvfp4_to_fp16`` of the twin.
     """
-    codes = gl.convert_layout(gl.reshape(codes, (BLOCK, 8, 8)), layout).to(gl.int32)
+    codes = gl.convert_layout(gl.reshape(codes, (BLOCK, 8, 8)), layout)
     scales = gl.convert_layout(scales * 64.0, gl.SliceLayout(2, layout))[:, :, None]
-    low = ((codes & 0x08) << 12) | ((codes & 0x07) << 9)
-    high = ((codes & 0x80) << 8) | ((codes & 0x70) << 5)
-    low = low.to(gl.int16).to(gl.float16, bitcast=True) * scales
-    high = high.to(gl.int16).to(gl.float16, bitcast=True) * scales
-    return gl.reshape(gl.join(low, high), (BLOCK, D))
+    low, high = gl.inline_asm_elementwise(
+        _E2M1_TO_FP16, "=r,=r,=r,=r,r", [codes], (gl.float16, gl.float16), is_pure=True, pack=4
+    )
+    return gl.reshape(gl.join(low * scales, high * scales), (BLOCK, D))
 
 
 @gluon.jit
-def _in_order_of_k(x):
+def _in_order_of_k(x, FORMAT: gl.constexpr):
     """Columns of ``[rows, 128]`` as narrow keys have them: see :func:`_narrow_k`."""
-    x = gl.permute(gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2)), (0, 2, 3, 4, 1, 5))
+    x = gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2))
+    if FORMAT == NVFP4:  # pairs in a register are of two bytes
+        x = gl.permute(x, (0, 2, 3, 5, 1, 4))
+    else:
+        x = gl.permute(x, (0, 2, 3, 4, 1, 5))
     return gl.reshape(x, (x.shape[0], D))
 
 
@@ -341,7 +356,7 @@ def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
             [8, 128],
         )
         factors = gl.reshape(_widen(scales.load(lines), False), (BLOCK, 8))
-        return _in_order_of_k(_decode(page.load(codes), factors, groups))
+        return _in_order_of_k(_decode(page.load(codes), factors, groups), FORMAT)
     else:
         loaded: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
@@ -350,7 +365,7 @@ def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
             [],
             [128, 128],
         )
-        return _in_order_of_k(_widen(page.load(loaded), E5M2))
+        return _in_order_of_k(_widen(page.load(loaded), E5M2), FORMAT)
 
 
 @gluon.jit
@@ -401,14 +416,14 @@ def _narrow_v(
     """
     if FORMAT == NVFP4:
         codes: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
+            [[1, 0], [0, 1], [8, 0], [16, 0], [32, 0], [64, 0]],
             [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
             [[0, 16], [0, 32]],
             [],
             [128, 64],
         )
         groups: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 0, 1], [1, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
+            [[1, 0, 0], [0, 0, 1], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
             [[2, 0, 0], [4, 0, 0], [0, 0, 2], [0, 0, 4], [0, 1, 0]],
             [[0, 2, 0], [0, 4, 0]],
             [],
@@ -477,19 +492,6 @@ def _attend_columns(
     stride_q_t,
     stride_q_h,
     stride_q_d,
-    tile_request_ptr,
-    tile_row_ptr,
-    cu_seqlens_ptr,
-    seq_lens_ptr,
-    block_ids_ptr,
-    stride_ids_t,
-    stride_ids_h,
-    stride_ids_k,
-    page_table_ptr,
-    stride_table,
-    entries_ptr,
-    pages_ptr,
-    counts_ptr,
     out_ptr,
     stride_out_t,
     stride_out_h,
@@ -497,9 +499,10 @@ def _attend_columns(
     lse_ptr,
     stride_lse_t,
     stride_lse_h,
-    partial_out_ptr,
-    partial_state_ptr,
-    arrivals_ptr,
+    parts,
+    requests,
+    blocks,
+    work,
     scale,
     out_scale,
     queries,
@@ -508,15 +511,6 @@ def _attend_columns(
     scales,
     full,
     empty,
-    share,
-    num_entries,
-    unit,
-    before,
-    num_heads,
-    num_slots,
-    num_blocks,
-    num_pages,
-    max_list,
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     EACH: gl.constexpr,  # query tokens of a consumer
@@ -532,6 +526,15 @@ def _attend_columns(
     HAS_LSE: gl.constexpr,
 ):
     """A consumer: online softmax of its columns over the entries of the program's share."""
+    # fmt: off
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    ) = blocks
+    share, num_entries, unit, before, num_heads = work
+    partial_out_ptr, partial_state_ptr, arrivals_ptr = parts
+    # fmt: on
     COLUMNS: gl.constexpr = EACH * GROUP_ROWS
     MINE: gl.constexpr = (1 << EACH) - 1
     DTYPE: gl.constexpr = queries.dtype
@@ -541,6 +544,7 @@ def _attend_columns(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
     column: gl.constexpr = gl.SliceLayout(0, product)
     whole: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    queries, weights = queries.index(CONSUMER), weights.index(CONSUMER)
     c = gl.arange(0, COLUMNS, layout=column)
     n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, product))
     zero = gl.zeros([BLOCK, COLUMNS], gl.float32, layout=product)
@@ -583,7 +587,7 @@ def _attend_columns(
         if FP8_QUERY:
             q = _widen(q, False)
         q = (q.to(gl.float32) * SIGN).to(DTYPE)
-        queries.store(_in_order_of_k(q) if FORMAT != WIDE else q)
+        queries.store(_in_order_of_k(q, FORMAT) if FORMAT != WIDE else q)
         fence_async_shared()
         gl.thread_barrier()
 
@@ -859,31 +863,28 @@ def _decode_kernel(
         scale *= NVFP4_FACTOR
         out_scale *= NVFP4_FACTOR
     # fmt: off
+    parts = (partial_out_ptr, partial_state_ptr, arrivals_ptr)
+    requests = (tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr)
+    blocks = (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    )
+    work = (share, num_entries, unit, before, num_heads)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (_attend_columns, (
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
-                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
-                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
-                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
-                    partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
-                    queries.index(0), weights.index(0), ring, scales, full, empty,
-                    share, num_entries, unit, before,
-                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    parts, requests, blocks, work, scale, out_scale,
+                    queries, weights, ring, scales, full, empty,
                     0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_load_pages, (
-                    k_desc, v_desc, k_scales_desc, v_scales_desc,
-                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
-                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
-                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
-                    ring, scales, full, empty, share, num_entries, unit, before,
-                    num_heads, num_slots, num_blocks, num_pages, max_list,
-                    SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
+                    ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
                 )),
             ],
             [1],
@@ -894,40 +895,25 @@ def _decode_kernel(
             [
                 (_attend_columns, (
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
-                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
-                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
-                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
-                    partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
-                    queries.index(0), weights.index(0), ring, scales, full, empty,
-                    share, num_entries, unit, before,
-                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    parts, requests, blocks, work, scale, out_scale,
+                    queries, weights, ring, scales, full, empty,
                     0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_attend_columns, (
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
-                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
-                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
-                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
-                    partial_out_ptr, partial_state_ptr, arrivals_ptr, scale, out_scale,
-                    queries.index(1), weights.index(1), ring, scales, full, empty,
-                    share, num_entries, unit, before,
-                    num_heads, num_slots, num_blocks, num_pages, max_list,
+                    parts, requests, blocks, work, scale, out_scale,
+                    queries, weights, ring, scales, full, empty,
                     1, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_load_pages, (
-                    k_desc, v_desc, k_scales_desc, v_scales_desc,
-                    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr,
-                    block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k,
-                    page_table_ptr, stride_table, entries_ptr, pages_ptr, counts_ptr,
-                    ring, scales, full, empty, share, num_entries, unit, before,
-                    num_heads, num_slots, num_blocks, num_pages, max_list,
-                    SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
+                    ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
                 )),
             ],
             [4, 1],
