@@ -324,7 +324,7 @@ def _odd_kernel(x_ptr, out_ptr, count, FAULT: gl.constexpr):
     if FAULT == "collision":
         gl.store(out_ptr + i // 2, gl.load(x_ptr + i))
     if FAULT == "unknown":
-        gl.atomic_add(out_ptr, gl.load(x_ptr))
+        gl.atomic_max(out_ptr, gl.load(x_ptr))
     gl.store(out_ptr + i, gl.load(x_ptr + i))
 
 
@@ -334,7 +334,7 @@ def _odd_kernel(x_ptr, out_ptr, count, FAULT: gl.constexpr):
         ("load", Fault, "a load out of bounds: element 64 of 64"),
         ("overflow", Fault, "an overflow of int32"),
         ("collision", Fault, "a store of two elements at one address"),
-        ("unknown", NotImplementedError, "atomic_add of Gluon"),
+        ("unknown", NotImplementedError, "atomic_max of Gluon"),
     ],
 )
 def test_odd_programs_are_refused(fault: str, error: type[Exception], words: str) -> None:

@@ -317,12 +317,12 @@ def _decode(codes, scales, layout: gl.constexpr):
 @gluon.jit
 def _in_order_of_k(x, FORMAT: gl.constexpr):
     """Columns of ``[rows, 128]`` as narrow keys have them: see :func:`_narrow_k`."""
-    x = gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2))
-    if FORMAT == NVFP4:  # pairs in a register are of two bytes
-        x = gl.permute(x, (0, 2, 3, 5, 1, 4))
+    pairs = gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2))
+    if FORMAT == NVFP4:
+        # A register has two bytes' numbers, not one byte's.
+        return gl.reshape(gl.permute(pairs, (0, 2, 3, 5, 1, 4)), (x.shape[0], D))
     else:
-        x = gl.permute(x, (0, 2, 3, 4, 1, 5))
-    return gl.reshape(x, (x.shape[0], D))
+        return gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1, 5)), (x.shape[0], D))
 
 
 @gluon.jit
