@@ -23,10 +23,6 @@ DECODE_MIN_BATCH: int = read_int("MSATTN_DECODE_MIN_BATCH", 1)
 """``MSATTN_DECODE_MIN_BATCH`` (default 1): decode requests from which serving plans the tensor-core
 decode; smaller batches take the Triton one."""
 
-HOPPER: bool = os.environ.get("MSATTN_HOPPER", "0") == "1"
-"""``MSATTN_HOPPER=1`` (default 0): the Hopper kernels serve, too. They are experimental: not all of
-their tests have run on a GPU."""
-
 VLLM: bool = os.environ.get("MSATTN_VLLM", "1") == "1"
 """``MSATTN_VLLM=0`` (default 1): vLLM keeps its own kernels for MiniMax-M3."""
 

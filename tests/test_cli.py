@@ -585,7 +585,7 @@ def test_serve_check_says_what_each_engine_uses(cli: Cli, m3_folder: Path) -> No
     assert report["model"]["layers"] == "57 sparse, 3 dense"
     assert report["model"]["heads"] == "16 query, 1 KV on a rank"
     nvfp4 = report["kv_formats"]["nvfp4"]
-    assert nvfp4["engines"]["vLLM"] == {"served_by": "msattn, triton", "reasons": []}
+    assert nvfp4["engines"]["vLLM"] == {"served_by": "msattn, hopper", "reasons": []}
     assert nvfp4["engines"]["SGLang"]["served_by"] is None
     # 60 layers of 2 * 72 bytes, and 57 of 128 index keys in bf16.
     assert nvfp4["bytes_per_token"] == 60 * 144 + 57 * 256

@@ -42,6 +42,16 @@ HOPPER_STEPS = [
     *((kv_format, group) for kv_format in ("bf16", "fp16") for group in (1, 4, 8, 16, 64)),
     ("fp8_e4m3", 16),
 ]
+# Query tokens of a request, and query heads of a KV head.
+HOPPER_FEW = [
+    *(("bf16", *step) for step in ((1, 16), (1, 1), (2, 16), (4, 16), (8, 16), (8, 4), (4, 64))),
+    *((narrow, *step) for narrow in ("fp8_e4m3", "nvfp4") for step in ((1, 16), (4, 16), (8, 16))),
+    ("fp16", 1, 16),
+    ("fp8_e5m2", 1, 16),
+]
+HOPPER_FEW_SPILLS = {32: {"bf16": 24}, 64: {"bf16": 208, "fp8_e4m3": 376, "nvfp4": 672}}
+"""Bytes that a program of as many columns keeps in local memory; most of them not in the loop."""
+
 HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 16, "_scores_kernel": 72}
 """Bytes that a program keeps in local memory."""
 HOPPER_LOOP_SPILLS = {("_union_kernel", 8): 12}
@@ -265,7 +275,7 @@ def test_hopper_attend_compiles(kv_format: str, group: int) -> None:
         kind = "f16" if kv_format == "fp16" else "bf16"
         assert launches[name]["wgmma"] == f"m64n128k16.f32.{kind}.{kind}", launches[name]
         loops = launches[name]["loops"]
-        assert len(loops) == 3, "one for each consumer"
+        assert len(loops) == (3 if name == "_union_kernel" else 2), "one for each consumer"
         known = HOPPER_LOOP_SPILLS.get((name, max(8, group)), 0)
         for loop in loops:
             assert loop["products"] == 16 and loop["local"] <= known, loop
@@ -303,7 +313,34 @@ def test_hopper_index_compiles(index_format: str, heads: int) -> None:
         assert loop["overlaps"], "the maxima of one product are taken while the other is made"
 
 
-def compile_hopper_and_print(kv_format: str, group: int) -> None:
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(("kv_format", "query_len", "group"), HOPPER_FEW)
+def test_hopper_decode_compiles(kv_format: str, query_len: int, group: int) -> None:
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, "hopper", kv_format, str(group), str(query_len)],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+    assert ("_union_lists_kernel" in launches) == (query_len > 1)
+    entry = launches["_decode_kernel"]
+    columns = min(query_len * max(8, group), 64)
+    kind = "bf16" if kv_format == "bf16" else "f16"
+    assert entry["wgmma"] == f"m64n{columns}k16.f32.{kind}.{kind}", entry
+    assert not entry["warnings"], entry
+    assert entry["local"] == 0, entry
+    assert entry["stack"] <= HOPPER_FEW_SPILLS.get(columns, {}).get(kv_format, 0), entry
+    # Two programs of one consumer share a multiprocessor, each with 1 KiB that is not its own.
+    programs = 1 if query_len > columns // max(8, group) else 2
+    assert entry["dynamic_shared"] + 1024 <= (228 << 10) // programs, entry
+    assert entry["registers"] == (168 if programs == 1 else 128), entry
+
+
+def compile_hopper_and_print(kv_format: str, group: int, query_len: int = 200) -> None:
     """One line of JSON for each kernel that ``attend`` launches on Hopper."""
     import torch
 
@@ -317,14 +354,16 @@ def compile_hopper_and_print(kv_format: str, group: int) -> None:
         module.capability = lambda device: (9, 0)
     launch.num_processors = lambda device: 132
     config = msattn.MSAConfig(64, 64 // group, 64 // group)
-    table = torch.zeros(1, 160, dtype=torch.int32)
-    plan = msattn.make_plan(msattn.Batch.from_lists([200], [2000], table), config, kv_format)
+    requests = max(200 // query_len, 1)
+    table = torch.zeros(requests, 160, dtype=torch.int32)
+    batch = msattn.Batch.from_lists([query_len] * requests, [2000] * requests, table)
+    plan = msattn.make_plan(batch, config, kv_format)
     dtype = torch.float16 if kv_format == "fp16" else torch.bfloat16
-    q = torch.zeros(200, config.num_q_heads, config.head_dim, dtype=dtype)
-    ids = torch.zeros(200, config.num_kv_heads, config.topk, dtype=torch.int32)
+    q = torch.zeros(plan.max_rows, config.num_q_heads, config.head_dim, dtype=dtype)
+    ids = torch.zeros(plan.max_rows, config.num_kv_heads, config.topk, dtype=torch.int32)
     cache = msattn.KVCache.allocate(1, config, kv_format)
     attend.attend(q, cache, ids, plan, 0.1, 1.0, torch.zeros_like(q), torch.zeros(q.shape[:2]))
-    print_hopper_launches(launched, plan, 16)
+    print_hopper_launches(launched, plan, 16 if query_len > 16 else None)
 
 
 def compile_hopper_index_and_print(index_format: str, heads: int) -> None:
@@ -377,8 +416,8 @@ def compile_launches(capability: Callable[[], int]) -> dict[str, Any]:
     return launched
 
 
-def print_hopper_launches(launched: dict[str, Any], plan: Any, products: int) -> None:
-    """What the assembler made of them; `products` of each consumer's loop."""
+def print_hopper_launches(launched: dict[str, Any], plan: Any, products: int | None) -> None:
+    """What the assembler made of them; loops of so many products, None: without the loops."""
     scratch = sum(tensor.nbytes for tensor in plan._workspaces.values())
     for name, compiled in launched.items():
         usage = resources(compiled.asm["cubin"])
@@ -386,7 +425,9 @@ def print_hopper_launches(launched: dict[str, Any], plan: Any, products: int) ->
         wgmma = re.findall(r"wgmma.mma_async.sync.aligned.(\S+)", compiled.asm["ptx"])
         facts = {"kernel": name, "wgmma": " ".join({*wgmma}), "scratch": scratch, **usage}
         facts["warnings"] = assembler_warnings(compiled.asm["ptx"])
-        facts["loops"] = product_loops(compiled.asm["cubin"], products) if wgmma else []
+        facts["loops"] = (
+            product_loops(compiled.asm["cubin"], products) if products and wgmma else []
+        )
         print(json.dumps(facts))
 
 
@@ -538,6 +579,6 @@ if __name__ == "__main__":
     elif sys.argv[1] == "hopper_index":
         compile_hopper_index_and_print(sys.argv[2], int(sys.argv[3]))
     elif sys.argv[1] == "hopper":
-        compile_hopper_and_print(sys.argv[2], int(sys.argv[3]))
+        compile_hopper_and_print(sys.argv[2], *map(int, sys.argv[3:]))
     else:
         compile_attend_and_print(*sys.argv[1:])

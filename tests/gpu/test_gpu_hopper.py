@@ -10,7 +10,6 @@ import torch
 from gpu_layer import DEVICE, assert_equals_reference, capture
 
 import msattn
-from msattn import env
 from msattn.testing.cases import CASES, LAYOUTS, M3, Case, make_config
 from msattn.testing.compare import (
     assert_attention,
@@ -28,8 +27,7 @@ PREFILL = Case("prefill", (130, 70, 1, 0, 3), (900, 70, 640, 5, 131), make_confi
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "HOPPER", True)
+def on_hopper() -> None:
     reasons = msattn.why_not("attend", impl="hopper", device=DEVICE)
     if reasons:
         pytest.skip(reasons[0])
@@ -38,12 +36,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["union", "kv_major"], autouse=True)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The only one that runs, where there is anything to see; KV-major in chunks of few tokens."""
-    from msattn.kernels.hopper import attend_kv_major, attend_union
+    from msattn.kernels.hopper import attend, attend_kv_major, attend_union
     from msattn.kernels.triton import attend as twin
 
     name: str = request.param
     monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if name == "kv_major" else 0.0)
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
+    monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)
     monkeypatch.setattr(twin, "PARTIAL_BYTES", 1 << 20)
     return name
 

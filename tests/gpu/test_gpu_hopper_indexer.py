@@ -9,7 +9,6 @@ import torch
 from gpu_layer import DEVICE, capture
 
 import msattn
-from msattn import env
 from msattn.kernels.triton import indexer as twin
 from msattn.testing.cases import CASES, LAYOUTS, M3, Case, make_config
 from msattn.testing.compare import (
@@ -27,8 +26,7 @@ MIXED = Case("mixed", (70, 1, 0, 9, 133), (400, 391, 40, 9, 831), make_config(1,
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "HOPPER", True)
+def on_hopper() -> None:
     reasons = msattn.why_not("index_scores", impl="hopper", device=DEVICE)
     if reasons:
         pytest.skip(reasons[0])

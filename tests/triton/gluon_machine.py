@@ -74,6 +74,11 @@ class Barrier:
             self.missing = self.count
 
 
+def poison(x: torch.Tensor) -> torch.Tensor:
+    """Fills with NaN; of fp8 numbers, this is what bytes of all bits are."""
+    return x.fill_(torch.nan if x.dtype.is_floating_point else 0xFF)
+
+
 def _signal() -> threading.Lock:
     """One thread acquires it when another one has released it; a semaphore takes twice as long."""
     lock = threading.Lock()
@@ -260,7 +265,7 @@ class Machine:
         self, read: Callable[[], torch.Tensor], target: torch.Tensor, barrier: Barrier
     ) -> None:
         """The target is not to be read from now on; what it gets is read when the copy arrives."""
-        target.fill_(torch.nan)
+        poison(target)
         self.copied[self.kernel] += 1
         self._copies.append(Copy(read, target, barrier, self.random.choice(SPEEDS)))
         self.may_pause()

@@ -22,6 +22,7 @@ Anything of Gluon that the kernels do not use raises :class:`NotImplementedError
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +31,7 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_machine import Barrier, Fault, Machine
+from gluon_machine import Barrier, Fault, Machine, poison
 from triton.experimental.gluon import language as real_gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
@@ -88,6 +89,7 @@ class Function:
         *arguments: Any,
         num_warps: int,
         launch_cooperative_grid: bool = False,
+        maxnreg: int | None = None,
         **named: Any,
     ) -> None:
         values = self.signature.bind(*arguments, **named).arguments
@@ -131,8 +133,16 @@ class Value:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
-    def to(self, dtype: torch.dtype) -> Value:
-        return Value(self.data.to(dtype))
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def __getitem__(self, index: Any) -> Value:
         return Value(self.data[index])
@@ -270,7 +280,15 @@ class SharedMemory:
     def permute(self, order: Sequence[int]) -> SharedMemory:
         return SharedMemory(self.data.permute(*order))
 
+    def reshape(self, shape: Sequence[Any]) -> SharedMemory:
+        return SharedMemory(self.data.view(_sizes(shape)))
+
+    def load(self, layout: None) -> Value:
+        return Value(self.data.clone())
+
     def store(self, value: Value) -> None:
+        if value.dtype != self.dtype:
+            raise Fault(f"a store of {value.dtype} to shared memory of {self.dtype}")
         self.data.copy_(value.data)
 
     def bits(self) -> torch.Tensor:
@@ -296,7 +314,7 @@ def _place(i: Any, size: int) -> int:
 
 
 class TensorDescriptor:
-    """Rows of a tensor as the copy engine reads them."""
+    """A tensor as the copy engine reads it."""
 
     def __init__(
         self,
@@ -307,24 +325,24 @@ class TensorDescriptor:
         layout: None,
     ) -> None:
         size = base.element_size()
-        if base.data_ptr() % 16 or strides[0] * size % 16 or strides[1] != 1:
+        aligned = [base.data_ptr(), *(stride * size for stride in strides[:-1])]
+        if any(x % 16 for x in aligned) or strides[-1] != 1:
             raise Fault(f"the copy engine reads no rows with strides {strides} of {size} bytes")
         if max(block_shape) > 256:
             raise Fault(f"the copy engine has no boxes of {block_shape}")
-        end = base.storage_offset() + (shape[0] - 1) * strides[0] + shape[1]
+        end = base.storage_offset() + 1
+        end += sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if end * size > base.untyped_storage().nbytes():
             raise Fault(f"a descriptor of {shape} ends behind its tensor's memory")
-        self.rows = base.as_strided(shape, strides, base.storage_offset())
+        self.tensor = base.as_strided(shape, strides, base.storage_offset())
         self.block_shape = block_shape
 
-    def read(self, row: int, column: int) -> torch.Tensor:
+    def read(self, *place: int) -> torch.Tensor:
         """The box at that place; what it has outside of the shape is zero."""
-        box = torch.zeros(self.block_shape, dtype=self.rows.dtype)
-        (rows, to_rows), (columns, to_columns) = (
-            _overlap(start, box.shape[axis], self.rows.shape[axis])
-            for axis, start in enumerate((row, column))
-        )
-        box[to_rows, to_columns] = self.rows[rows, columns]
+        box = torch.zeros(self.block_shape, dtype=self.tensor.dtype)
+        sizes = zip(place, box.shape, self.tensor.shape, strict=True)
+        inside = [_overlap(*each) for each in sizes]
+        box[tuple(x[1] for x in inside)] = self.tensor[tuple(x[0] for x in inside)]
         return box
 
 
@@ -451,8 +469,8 @@ class Gluon(_Namespace):
 
     constexpr = real_gl.constexpr
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
-    float8e4nv = torch.float8_e4m3fn
-    int32, int64 = torch.int32, torch.int64
+    float8e4nv, float8e5 = torch.float8_e4m3fn, torch.float8_e5m2
+    uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
 
     def _no_layout(self, *_: Any, **__: Any) -> None:
         """A layout: where a tile's elements lie is nobody's business here."""
@@ -470,7 +488,9 @@ class Gluon(_Namespace):
         """A partition is one thread, and nothing runs before ``warp_specialize``."""
 
     def atomic_add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Value:
-        """What is added is there at once; 0 is added to wait for what another partition adds."""
+        """Of one element, at once; 0 is added to wait for what another partition adds."""
+        if sem not in ("acquire", "release", "acq_rel") or scope != "gpu":
+            raise NotImplementedError(f"atomic_add with {sem}, {scope}")
         if value:
             self.machine.may_pause()
         else:
@@ -488,7 +508,7 @@ class Gluon(_Namespace):
         sizes = _sizes(shape)
         if layout is Barrier:
             return Barrier() if sizes == [1] else Barriers(sizes[0])
-        return SharedMemory(torch.full(sizes, torch.nan, dtype=dtype))
+        return SharedMemory(poison(torch.empty(sizes, dtype=dtype)))
 
     def warp_specialize(
         self,
@@ -519,6 +539,11 @@ class Gluon(_Namespace):
         values = _tensor(value).to(pointer.memory.dtype).expand(mask.shape)
         pointer.memory[offsets] = values[mask]
 
+    def associative_scan(self, x: Value, axis: int, combine: Function) -> Value:
+        parts = [Value(part) for part in x.data.unbind(axis)]
+        scanned = itertools.accumulate(parts, combine)
+        return Value(torch.stack([part.data for part in scanned], axis))
+
     def arange(self, start: Any, end: Any, *, layout: None) -> Value:
         return Value(torch.arange(*_sizes((start, end)), dtype=torch.int32))
 
@@ -533,6 +558,35 @@ class Gluon(_Namespace):
 
     def permute(self, x: Value, order: Sequence[Any]) -> Value:
         return Value(x.data.permute(_sizes(order)))
+
+    def inline_asm_elementwise(
+        self,
+        asm: Any,
+        constraints: str,
+        args: Sequence[Value],
+        dtype: Sequence[torch.dtype],
+        is_pure: bool,
+        pack: int,
+    ) -> tuple[Value, ...]:
+        """Of one operand of bytes, four in a register, and results of 16 bits."""
+        [x] = args
+        if pack != 4 or x.dtype != torch.uint8 or any(d.itemsize != 2 for d in dtype):
+            raise NotImplementedError(f"inline_asm_elementwise of {pack} {x.dtype} to {dtype}")
+        words = x.data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+        results = run_ptx(str(_plain(asm)), [f"${2 * len(dtype)}"], [words])
+        values = []
+        for i, each in enumerate(dtype):
+            pair = torch.stack([results[f"${2 * i}"], results[f"${2 * i + 1}"]], -1)
+            bits = (pair - (pair >> 31 << 32)).int()
+            values.append(Value(bits.view(each).reshape(x.shape)))
+        return tuple(values)
+
+    def join(self, x: Value, y: Value) -> Value:
+        return Value(torch.stack((x.data, y.data), -1))
+
+    def split(self, x: Value) -> tuple[Value, Value]:
+        first, second = x.data.unbind(-1)
+        return Value(first), Value(second)
 
     def convert_layout(self, x: Value, layout: None) -> Value:
         return x
@@ -566,6 +620,51 @@ class Gluon(_Namespace):
 
     def log2(self, x: Value) -> Value:
         return Value(torch.log2(x.data))
+
+
+def run_ptx(asm: str, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """All registers after some instructions on 32 bits, each lane of a tensor by itself."""
+    registers: dict[str, Any] = dict(zip(names, inputs, strict=True))
+
+    def operand(word: str) -> Any:
+        return registers[word] if word in registers else int(word, 0)
+
+    for line in asm.strip().strip("{}").replace("\n", " ").split(";"):
+        operation, *words = line.replace(",", " ").split() or [".reg"]
+        if operation == ".reg":
+            continue
+        if operation not in PTX:
+            raise NotImplementedError(f"{operation} of PTX")
+        target, *operands = words
+        registers[target] = PTX[operation](*map(operand, operands)) & 0xFFFFFFFF
+    return registers
+
+
+def _prmt(a: Any, b: Any, selector: int) -> Any:
+    both = a | (b << 32)
+    nibbles = [selector >> (4 * i) & 0xF for i in range(4)]
+    if any(nibble > 7 for nibble in nibbles):
+        raise NotImplementedError("prmt that replicates signs")
+    return sum(((both >> (8 * nibble)) & 0xFF) << (8 * i) for i, nibble in enumerate(nibbles))
+
+
+def _lop3(a: Any, b: Any, c: Any, table: int) -> Any:
+    """A bit of the table for each of the eight combinations of three bits."""
+    result = a & 0
+    for i in range(8):
+        if table >> i & 1:
+            x, y, z = ((u if i >> k & 1 else ~u) for u, k in ((a, 2), (b, 1), (c, 0)))
+            result = result | (x & y & z)
+    return result
+
+
+PTX: dict[str, Callable[..., Any]] = {
+    "and.b32": operator.and_,
+    "shl.b32": operator.lshift,
+    "shr.b32": operator.rshift,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+}
 
 
 def _name_barriers(function: Function, arguments: Sequence[Any]) -> None:

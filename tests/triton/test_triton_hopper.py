@@ -66,6 +66,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     monkeypatch.setattr(launch, "has_native_fp8", lambda device: False)
     monkeypatch.setattr(twin, "PARTIAL_BYTES", 256 << 10)  # several chunks
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
+    monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)
     prepare_once(monkeypatch, twin_union, "make_lists")
     prepare_once(monkeypatch, compare, "expected_attention")
     modules = (attend, attend_kv_major, attend_union, merge_partials, sys.modules[__name__])

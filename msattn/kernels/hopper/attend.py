@@ -1,8 +1,10 @@
-"""Stage 4 on Hopper, for prefill, in Gluon: union tiles, and KV-major where tokens share little.
+"""Stage 4 on Hopper, in Gluon: decode and verification in equal shares; for prefill, union tiles,
+and KV-major where tokens share little.
 
 The twin, ``kernels/triton/attend.py``, serves pools whose pages the copy engine cannot read: those
-with a factor for each slot, and narrow ones that are too large to be converted once. Its KV-major
-schedule serves models of few query heads for each KV head.
+with a factor for each slot, and in prefill narrow ones that are too large to be converted once; and
+the decode steps in which it is as fast. Its KV-major schedule serves models of few query heads for
+each KV head.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from ...plan import Plan
 from ..triton import attend as twin
 from ..triton import attend_kv_major as twin_kv_major
 from ..triton import attend_union, dequantize
+from . import attend_decode as decode
 from . import attend_kv_major as kv_major
 from . import attend_union as union
+from .support import MAX_FEW_QUERIES
 
 
 def attend(
@@ -29,6 +33,10 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     slots, page_table = block_ids.shape[2], plan.page_table
+    if plan.max_query_len <= MAX_FEW_QUERIES:
+        few = (q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        twin.reissue(_attend_few, *few)
+        return
     tile, copies = union.choose(plan, slots), dequantize.pays(cache, plan)
     if tile is None or not (copies or union.can_read(cache)):
         twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
@@ -57,3 +65,23 @@ def attend(
         out.copy_(own_out)
     if own_lse is not lse and own_lse is not None and lse is not None:
         lse.copy_(own_lse)
+        twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)
+
+
+def _attend_few(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The launches of a step of few query tokens for each request."""
+    slots = block_ids.shape[2]
+    tile = decode.choose(plan, slots)
+    if tile is None or not (decode.can_read(cache) and decode.pays(plan, tile, slots)):
+        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        return
+    decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)

@@ -41,7 +41,7 @@ HALF = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 PAGES = 5
 """Pages of K or V in the ring, 32 KiB each: with the queries, all of the shared memory."""
-ROW_COST = 0.74
+ROW_COST = 1.15
 """A row of these tiles against one of the twin's, where KV-major costs what the twin's does."""
 MIN_GROUP_ROWS = 8
 """Rows of a token in a tile: what the copy engine's swizzle repeats after."""

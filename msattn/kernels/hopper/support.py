@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ... import env
 from ...arch import capability
 
 if TYPE_CHECKING:
@@ -18,8 +17,9 @@ if TYPE_CHECKING:
 CAPABILITY = (9, 0)
 TRITON_VERSIONS = ("3.6.",)
 """Gluon is experimental: its names change with Triton's minor version."""
-MIN_QUERY_LEN = 64
-"""Query tokens of the longest request from which tiles are full enough to pay."""
+MAX_FEW_QUERIES, MIN_QUERY_LEN = 16, 64
+"""Query tokens of the longest request up to which it is decode or verification, and from which the
+tiles of prefill are full enough to pay."""
 MAX_GROUP = 64
 HEAD_DIM = 128
 INDEX_ROWS = 256
@@ -32,7 +32,7 @@ _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 def why_not(problem: Problem) -> list[str]:
     """Reasons against serving ``problem``, attention, on Hopper."""
-    reasons = _common_reasons(problem)
+    reasons = _device_reasons(problem.device, problem.capability)
     config, fmt, dtype = problem.config, problem.kv_format, problem.query_dtype
     if config is not None and config.head_dim != HEAD_DIM:
         reasons.append(f"head_dim={config.head_dim}; tiles have {HEAD_DIM} columns")
@@ -42,14 +42,16 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"{fmt} caches are for the reference alone")
     if dtype is not None and dtype not in _QUERY_DTYPES:
         reasons.append(f"queries are {dtype}; tensor cores take 16 bits")
-    if problem.max_query_len is not None and problem.max_query_len < MIN_QUERY_LEN:
-        reasons.append(f"requests of fewer than {MIN_QUERY_LEN} query tokens do not fill its tiles")
+    length = problem.max_query_len
+    if length is not None and MAX_FEW_QUERIES < length < MIN_QUERY_LEN:
+        between = f"{MAX_FEW_QUERIES + 1} to {MIN_QUERY_LEN - 1}"
+        reasons.append(f"requests of {between} query tokens fill no tile of decode or prefill")
     return reasons
 
 
 def indexer_why_not(problem: Problem) -> list[str]:
     """Reasons against serving ``problem``, block scores with or without selection, on Hopper."""
-    reasons = _common_reasons(problem)
+    reasons = _device_reasons(problem.device, problem.capability)
     config, fmt, dtype = problem.config, problem.kv_format, problem.query_dtype
     if config is not None:
         heads, tokens = config.num_index_heads, problem.max_query_len
@@ -76,13 +78,6 @@ def _multiply_as_keys(query: torch.dtype | None, keys: KVFormat) -> bool:
     """Queries become what the keys are, exactly. NVFP4 is no format of index keys."""
     exact = (keys.storage_dtype, torch.float8_e4m3fn)
     return query is None or keys.scale_group > 0 or query in exact
-
-
-def _common_reasons(problem: Problem) -> list[str]:
-    reasons = _device_reasons(problem.device, problem.capability)
-    if not env.HOPPER:
-        reasons.append("is experimental: MSATTN_HOPPER=1 switches it on")
-    return reasons
 
 
 def _device_reasons(device: torch.device, asked: tuple[int, int] | None) -> list[str]:

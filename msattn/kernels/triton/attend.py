@@ -6,6 +6,8 @@ launched, and the programs of one return at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...cache import KVCache, Scale
@@ -31,22 +33,12 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """:func:`msattn.attend`; a call like an earlier one has the launches of that one."""
-    own = (q, block_ids, out, *(x for x in (lse, q_scale) if isinstance(x, torch.Tensor)))
-    number = None if isinstance(q_scale, torch.Tensor) else q_scale
-    key = (*map(kind, own), lse is None, block_ids.shape[2], softmax_scale, number)
-    kept = plan.launches(cache)
-    recording = kept.get(key)
-    if recording is not None:
-        recording.replay(own)
-        return
-    with record(own) as recording:
-        _attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-    if recording.complete:
-        kept[key] = recording
+    """:func:`msattn.attend`"""
+    reissue(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
 
 
-def _attend(
+def reissue(
+    issue: Callable[..., None],
     q: torch.Tensor,
     cache: KVCache,
     block_ids: torch.Tensor,
@@ -56,6 +48,32 @@ def _attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    """``issue`` of the rest; a call like an earlier one has the launches of that one."""
+    own = (q, block_ids, out, *(x for x in (lse, q_scale) if isinstance(x, torch.Tensor)))
+    number = None if isinstance(q_scale, torch.Tensor) else q_scale
+    key = (issue, *map(kind, own), lse is None, block_ids.shape[2], softmax_scale, number)
+    kept = plan.launches(cache)
+    recording = kept.get(key)
+    if recording is not None:
+        recording.replay(own)
+        return
+    with record(own) as recording:
+        issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+    if recording.complete:
+        kept[key] = recording
+
+
+def issue(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The launches of :func:`attend`."""
     slots, page_table = block_ids.shape[2], plan.page_table
     config = attend_union.choose(plan, slots)
     rest = (softmax_scale, q_scale, out, lse)

@@ -1,0 +1,1111 @@
+"""Decode and verification on Hopper: one launch, pages by the copy engine, keys first in products.
+
+A unit is a tile (some query tokens of one request) and a KV head; its entries are the blocks that
+its tokens chose. The entries of all units are one list, counted on the device, of which each
+program takes an equal share: no choice is made of lengths, and none is kept by a graph. A program's
+producer warp loads K and V of its entries into a ring, across units. A consumer is a warpgroup of
+up to 64 columns, EACH tokens of GROUP_ROWS query heads: keys, and then elements of V, are the rows
+of its products, so that few columns waste nothing. Units that shares cut are merged by the last of
+their programs to arrive.
+
+Tiles of one token walk its block ids as they are; longer ones the union of their tokens' blocks
+(see ``kernels/triton/attend_union.py``, the twin).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...cache import KVCache, Scale
+from ...plan import Plan
+from ..triton import launch
+from ..triton.attend_union import MAX_LIST, make_lists
+from ..triton.recording import start
+from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
+from .attend_union import BLOCK, HALF, LN2, D, load_factor, rows_of_a_token
+
+COLUMNS = 32
+"""Of a consumer, if a token has no more: with twice as many, narrow pages spill."""
+MAX_TOKENS = 8
+"""Of a tile: more of them share too little."""
+DIRECT_ENTRIES = 20
+"""Entries of a program up to which each token is a tile: lists would take longer than they save."""
+MAX_DIRECT_SLOTS = 64
+PROGRAMS = 2
+"""Of a multiprocessor, with one consumer each; programs of two consumers have it alone."""
+MAX_STAGES = 8
+"""Sides of pages under way: as many as fit, but no more than a program can be ahead."""
+MIN_SHARE = 2
+"""Entries of a program, where there are so few."""
+COUNTS = gl.constexpr(512)
+"""Units whose sizes a program adds up at once."""
+REGISTERS, MAX_REGISTERS = 1 << 16, 248
+SHARED_BYTES = 228 << 10
+"""Of a multiprocessor, 1 KiB for each program included that it cannot have."""
+CONSUMER_REGISTERS = 232
+"""Of a thread of the second consumer; the first one has what the others leave."""
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _unit_size(
+    unit, counts_ptr, tile_request_ptr, num_heads, num_slots, inside, DIRECT: gl.constexpr
+):
+    """Entries of a unit, at least one that is used; it may name no block, but writes the output."""
+    if DIRECT:
+        return gl.maximum(num_slots, 1)
+    else:
+        count = gl.load(counts_ptr + unit, mask=inside, other=0)
+        request = gl.load(tile_request_ptr + unit // num_heads, mask=inside, other=-1)
+        return gl.where(request >= 0, gl.maximum(count, 1), 0)
+
+
+@gluon.jit
+def _find_share(
+    counts_ptr,
+    tile_request_ptr,
+    num_entries,
+    num_units,
+    num_heads,
+    num_slots,
+    min_share,
+    WARPS: gl.constexpr,
+    DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Entries of each program; this one's first unit, and the entries before that."""
+    layout: gl.constexpr = gl.BlockedLayout([COUNTS // (32 * WARPS)], [32], [WARPS], [0])
+    i = gl.arange(0, COUNTS, layout=layout)
+    if not DIRECT:
+        num_entries = 0
+        for at in range(0, num_units, COUNTS):
+            unit = at + i
+            size = _unit_size(
+                unit, counts_ptr, tile_request_ptr, num_heads, num_slots, unit < num_units, DIRECT
+            )
+            num_entries += gl.sum(size, 0)
+    programs = gl.num_programs(0)
+    share = gl.maximum((num_entries + programs - 1) // programs, min_share)
+    first = gl.program_id(0) * share
+    if DIRECT:
+        size = _unit_size(0, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        unit = first // size
+        before = unit * size
+    else:
+        unit = 0
+        before = 0
+        seen = 0
+        for at in range(0, num_units, COUNTS):
+            units = at + i
+            size = _unit_size(
+                units, counts_ptr, tile_request_ptr, num_heads, num_slots, units < num_units, DIRECT
+            )
+            is_before = seen + gl.associative_scan(size, 0, _add) <= first
+            unit += gl.sum(is_before.to(gl.int32), 0)
+            before += gl.sum(gl.where(is_before, size, 0), 0)
+            seen += gl.sum(size, 0)
+    return share, num_entries, unit, before
+
+
+@gluon.jit
+def _slots(SLOTS: gl.constexpr, WARPS: gl.constexpr):
+    """Numbers of a row's slots, in one warp where there are not more of them than lanes."""
+    return gl.arange(0, SLOTS, layout=gl.BlockedLayout([max(SLOTS // 32, 1)], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def _own_pages(
+    ids,
+    position,
+    table,
+    num_slots,
+    num_blocks,
+    num_pages,
+    stride_ids_k,
+    SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Page of each slot's block; -1 where the row sees none, or an earlier slot has it."""
+    slot = _slots(SLOTS, WARPS)
+    block = gl.load(ids + slot * stride_ids_k, mask=slot < num_slots, other=-1)
+    is_new = slot < num_slots
+    for i in gl.static_range(SLOTS - 1):
+        earlier = gl.load(ids + i * stride_ids_k, mask=i < num_slots, other=-1)
+        is_new = is_new & ((block != earlier) | (slot <= i))
+    # An arithmetic shift: position -1 sees blocks up to -1, which is none.
+    seen = is_new & (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
+    page = gl.load(table + block, mask=seen, other=-1)
+    return gl.where(page < num_pages, page, -1)
+
+
+@gluon.jit
+def _load_entry(
+    i,
+    pages,
+    ids,
+    stride_ids_k,
+    entries,
+    entry_pages,
+    count,
+    SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
+    DIRECT: gl.constexpr,
+):
+    """Page, block and set of tokens of a unit's entry; page -1: it names no block."""
+    if DIRECT:
+        page = gl.sum(gl.where(_slots(SLOTS, WARPS) == i, pages, 0), 0)
+        block = gl.load(ids + i * stride_ids_k, mask=page >= 0, other=0)
+        return page, block, 1
+    else:
+        page = gl.load(entry_pages + i, mask=i < count, other=-1)
+        entry = gl.load(entries + i, mask=i < count, other=0)
+        return page, entry >> 16, entry & 0xFFFF
+
+
+@gluon.jit
+def _first_token(seq_len, block, FORMAT: gl.constexpr):
+    """Of a page as it is loaded: it ends with the sequence, behind which may be anything, NaN too.
+
+    What lies before the page's first token, the engine fills with zeros. NVFP4 pages are whole:
+    codes are never NaN, and the scales of tokens behind the sequence become 0 where they are used.
+    """
+    if FORMAT == NVFP4:
+        return 0
+    else:
+        return gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+
+
+@gluon.jit
+def _load_pages(
+    k_desc,
+    v_desc,
+    k_scales_desc,
+    v_scales_desc,
+    requests,
+    blocks,
+    work,
+    ring,
+    scales,
+    full,
+    empty,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SIDE_BYTES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DIRECT: gl.constexpr,
+):
+    """The producer: K and V of each entry of the program's share."""
+    # fmt: off
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    ) = blocks
+    share, num_entries, unit, before, num_heads = work
+    # fmt: on
+    at = gl.program_id(0) * share
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        tile, head = unit // num_heads, unit % num_heads
+        row = gl.load(tile_row_ptr + tile)
+        ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
+        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        group = unit.to(gl.int64) * max_list
+        pages, count = 0, 0
+        if DIRECT:
+            position = seq_len - (gl.load(cu_seqlens_ptr + request + 1) - row)
+            pages = _own_pages(
+                ids, position, page_table_ptr + request * stride_table,
+                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 1,
+            )  # fmt: skip
+        else:
+            count = gl.load(counts_ptr + unit)
+        for i in range(at - before, gl.minimum(end - before, size)):
+            page, block, _ = _load_entry(
+                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
+                SLOTS, 1, DIRECT,
+            )  # fmt: skip
+            if page >= 0:
+                first_token = _first_token(seq_len, block, FORMAT)
+                for side in gl.static_range(2):
+                    slot = step % STAGES
+                    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(slot), SIDE_BYTES)
+                    tma.async_copy_global_to_shared(
+                        k_desc if side == 0 else v_desc,
+                        [page, head, first_token, 0],
+                        full.index(slot),
+                        ring.index(slot),
+                    )
+                    if FORMAT == NVFP4:
+                        tma.async_copy_global_to_shared(
+                            k_scales_desc if side == 0 else v_scales_desc,
+                            [page, head, 0, 0],
+                            full.index(slot),
+                            scales.index(slot),
+                        )
+                    step += 1
+        before += size
+        at = gl.minimum(before, end)
+        unit += 1
+
+
+@gluon.jit
+def _widen(x, E5M2: gl.constexpr):
+    """fp8 bytes as fp16 numbers, exact."""
+    if E5M2:
+        return x.to(gl.float8e5, bitcast=True).to(gl.float16)
+    else:
+        return x.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+
+
+_E2M1_TO_FP16 = gl.constexpr("""{
+.reg .b32 first, second, number;
+prmt.b32 first, $4, 0, 0x1404;
+prmt.b32 second, $4, 0, 0x3424;
+shl.b32 number, first, 1;
+and.b32 number, number, 0x0e000e00;
+shl.b32 $0, first, 4;
+lop3.b32 $0, $0, 0x80008000, number, 0xea;
+shl.b32 number, second, 1;
+and.b32 number, number, 0x0e000e00;
+shl.b32 $1, second, 4;
+lop3.b32 $1, $1, 0x80008000, number, 0xea;
+shr.b32 number, first, 3;
+and.b32 number, number, 0x0e000e00;
+lop3.b32 $2, first, 0x80008000, number, 0xea;
+shr.b32 number, second, 3;
+and.b32 number, number, 0x0e000e00;
+lop3.b32 $3, second, 0x80008000, number, 0xea;
+}""")
+"""Four bytes, two of them in the high bytes of a register's halves; then sign, exponent and
+mantissa of both halves' low nibbles, and of their high ones, go to their places together."""
+
+
+@gluon.jit
+def _decode(codes, scales, layout: gl.constexpr):
+    """NVFP4 bytes [128, 64] and scales [128, 8] as fp16 numbers [128, 128], 1/256 of themselves.
+
+    ``layout`` is of bytes as [128, 8, 8]. See ``nvfp4_to_fp16`` of the twin.
+    """
+    codes = gl.convert_layout(gl.reshape(codes, (BLOCK, 8, 8)), layout)
+    scales = gl.convert_layout(scales * 64.0, gl.SliceLayout(2, layout))[:, :, None]
+    low, high = gl.inline_asm_elementwise(
+        _E2M1_TO_FP16, "=r,=r,=r,=r,r", [codes], (gl.float16, gl.float16), is_pure=True, pack=4
+    )
+    return gl.reshape(gl.join(low * scales, high * scales), (BLOCK, D))
+
+
+@gluon.jit
+def _in_order_of_k(x, FORMAT: gl.constexpr):
+    """Columns of ``[rows, 128]`` as narrow keys have them: see :func:`_narrow_k`."""
+    pairs = gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2))
+    if FORMAT == NVFP4:
+        # A register has two bytes' numbers, not one byte's.
+        return gl.reshape(gl.permute(pairs, (0, 2, 3, 5, 1, 4)), (x.shape[0], D))
+    else:
+        return gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1, 5)), (x.shape[0], D))
+
+
+@gluon.jit
+def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
+    """K for a product's first operand: 16 bytes at a time become a thread's own, without a move.
+
+    Elements of a key may stand in any order that the queries have too: bits 6 and 5 of an element's
+    number are the thread in four, where the operand has bits 2 and 1.
+    """
+    if FORMAT == NVFP4:
+        codes: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [64, 0]],
+            [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [128, 64],
+        )
+        groups: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [8, 0, 0], [64, 0, 0]],
+            [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+            [[16, 0, 0], [32, 0, 0]],
+            [],
+            [128, 8, 8],
+        )
+        # A line has 16 tokens' scales.
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 64], [4, 0]],
+            [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
+            [[1, 0], [2, 0]],
+            [],
+            [8, 128],
+        )
+        factors = gl.reshape(_widen(scales.load(lines), False), (BLOCK, 8))
+        return _in_order_of_k(_decode(page.load(codes), factors, groups), FORMAT)
+    else:
+        loaded: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
+            [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [128, 128],
+        )
+        return _in_order_of_k(_widen(page.load(loaded), E5M2), FORMAT)
+
+
+@gluon.jit
+def _halves(k):
+    """``[128, 128]`` as two of ``[128, 64]``; what is not used is not loaded."""
+    return gl.split(gl.permute(gl.reshape(k, (BLOCK, 2, HALF)), (0, 2, 1)))
+
+
+@gluon.jit
+def _narrow_scores(
+    page,
+    scales,
+    queries,
+    barrier,
+    zero,
+    operand: gl.constexpr,
+    IN_HALVES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    E5M2: gl.constexpr,
+):
+    """K q^T of a narrow page, which is free when its bytes are in registers.
+
+    In halves, where scores and outputs leave registers for no more of the operand.
+    """
+    queries = queries.permute((1, 0))
+    if IN_HALVES:
+        k, _ = _halves(_narrow_k(page, scales, FORMAT, E5M2))
+        k = gl.convert_layout(k, operand)
+        s = warpgroup_mma(k, queries.slice(0, HALF), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        _, k = _halves(_narrow_k(page, scales, FORMAT, E5M2))
+        k = gl.convert_layout(k, operand)
+        s = warpgroup_mma(k, queries.slice(HALF, HALF), s, is_async=True)
+    else:
+        k = gl.convert_layout(_narrow_k(page, scales, FORMAT, E5M2), operand)
+        s = warpgroup_mma(k, queries, zero, use_acc=False, is_async=True)
+    mbarrier.arrive(barrier, count=1)
+    return warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def _narrow_v(
+    page, scales, num_keys, operand: gl.constexpr, FORMAT: gl.constexpr, E5M2: gl.constexpr
+):  # fmt: skip
+    """V^T as a product's first operand: 4 elements of 2 tokens become rows of a thread's.
+
+    Rows stand in an order of their own, :func:`_in_order_of_v` undoes it.
+    """
+    if FORMAT == NVFP4:
+        codes: gl.constexpr = gl.DistributedLinearLayout(
+            [[1, 0], [0, 1], [8, 0], [16, 0], [32, 0], [64, 0]],
+            [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
+            [[0, 16], [0, 32]],
+            [],
+            [128, 64],
+        )
+        groups: gl.constexpr = gl.DistributedLinearLayout(
+            [[1, 0, 0], [0, 0, 1], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
+            [[2, 0, 0], [4, 0, 0], [0, 0, 2], [0, 0, 4], [0, 1, 0]],
+            [[0, 2, 0], [0, 4, 0]],
+            [],
+            [128, 8, 8],
+        )
+        # A line has 4 quads: 8 groups' scales of 4 tokens each.
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 64], [1, 0], [2, 0], [4, 0]],
+            [[0, 2], [0, 32], [0, 0], [0, 0], [0, 4]],
+            [[0, 8], [0, 16]],
+            [],
+            [8, 128],
+        )
+        factors = gl.reshape(_widen(scales.load(lines), False), (32, 8, 4))
+        factors = gl.reshape(gl.permute(factors, (0, 2, 1)), (BLOCK, 8))
+        factors = gl.convert_layout(factors, gl.SliceLayout(2, groups))
+        n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, groups)))
+        factors = gl.where((n < num_keys)[:, None], factors, 0.0)
+        x = _decode(page.load(codes), factors, groups)
+    else:
+        loaded: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
+            [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+            [[0, 32], [0, 64]],
+            [],
+            [128, 128],
+        )
+        x = _widen(page.load(loaded), E5M2)
+    x = gl.reshape(gl.permute(x, (1, 0)), (4, 8, 2, 2, BLOCK))
+    return gl.convert_layout(gl.reshape(gl.permute(x, (2, 0, 3, 1, 4)), (D, BLOCK)), operand)
+
+
+@gluon.jit
+def _page(ring, scales, slot, FORMAT: gl.constexpr):
+    """A side of a page in the ring, and its block scales."""
+    if FORMAT == NVFP4:
+        return ring.index(slot).reshape((BLOCK, HALF)), scales.index(slot).reshape((8, BLOCK))
+    else:
+        page = ring.index(slot).reshape((BLOCK, D))
+        return page, page
+
+
+@gluon.jit
+def _in_order_of_v(x):
+    """The rows of a product of :func:`_narrow_v`, in the order of V's elements."""
+    x = gl.permute(gl.reshape(x, (2, 4, 2, 8, x.shape[1])), (1, 3, 0, 2, 4))
+    return gl.reshape(x, (D, x.shape[4]))
+
+
+@gluon.jit
+def _sum_own(p):
+    """Sums of the keys that a thread has of each column: ``[4, 8, columns]``."""
+    return gl.sum(gl.sum(gl.reshape(p, (2, 4, 2, 8, p.shape[1])), 2), 0)
+
+
+@gluon.jit
+def _scale_own(sums, factor):
+    """Those sums times a factor of each column."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, sums.type.layout))
+    return sums * gl.convert_layout(factor, layout)[None, None, :]
+
+
+@gluon.jit
+def _attend_columns(
+    q_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    out_ptr,
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,
+    stride_lse_t,
+    stride_lse_h,
+    parts,
+    requests,
+    blocks,
+    work,
+    scale,
+    out_scale,
+    queries,
+    weights,
+    ring,
+    scales,
+    full,
+    empty,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    EACH: gl.constexpr,  # query tokens of a consumer
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    E5M2: gl.constexpr,
+    FP8_QUERY: gl.constexpr,
+    SIGN: gl.constexpr,
+    DIRECT: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
+    """A consumer: online softmax of its columns over the entries of the program's share."""
+    # fmt: off
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    ) = blocks
+    share, num_entries, unit, before, num_heads = work
+    partial_out_ptr, partial_state_ptr, arrivals_ptr = parts
+    # fmt: on
+    COLUMNS: gl.constexpr = EACH * GROUP_ROWS
+    MINE: gl.constexpr = (1 << EACH) - 1
+    DTYPE: gl.constexpr = queries.dtype
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
+    column: gl.constexpr = gl.SliceLayout(0, product)
+    whole: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    queries, weights = queries.index(CONSUMER), weights.index(CONSUMER)
+    c = gl.arange(0, COLUMNS, layout=column)
+    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, product))
+    zero = gl.zeros([BLOCK, COLUMNS], gl.float32, layout=product)
+    program = gl.program_id(0)
+    begin = program * share
+    at = begin
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        tile, head = unit // num_heads, unit % num_heads
+        first_row = gl.load(tile_row_ptr + tile)
+        ids = block_ids_ptr + first_row.to(gl.int64) * stride_ids_t + head * stride_ids_h
+        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        end_row = gl.load(cu_seqlens_ptr + request + 1)
+        first_position = seq_len - (end_row - first_row)
+        group = unit.to(gl.int64) * max_list
+        pages, count = 0, 0
+        if DIRECT:
+            pages = _own_pages(
+                ids, first_position, page_table_ptr + request * stride_table,
+                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 4,
+            )  # fmt: skip
+        else:
+            count = gl.load(counts_ptr + unit)
+
+        r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, whole))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, whole))
+        row = first_row + CONSUMER * EACH + r // GROUP_ROWS
+        q_head = head * GROUP + r % GROUP_ROWS
+        live = (row < end_row) & (r % GROUP_ROWS < GROUP)
+        q = gl.load(
+            q_ptr
+            + (row.to(gl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+            + (d * stride_q_d)[None, :],
+            mask=live[:, None],
+            other=0,
+        )
+        if FP8_QUERY:
+            q = _widen(q, False)
+        q = (q.to(gl.float32) * SIGN).to(DTYPE)
+        queries.store(_in_order_of_k(q, FORMAT) if FORMAT != WIDE else q)
+        fence_async_shared()
+        gl.thread_barrier()
+
+        token = CONSUMER * EACH + c // GROUP_ROWS
+        running_max = gl.full([COLUMNS], -1e30, gl.float32, layout=column)
+        running_sum = _sum_own(zero)
+        acc = zero
+        for i in range(at - before, gl.minimum(end - before, size)):
+            page, block, tokens = _load_entry(
+                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
+                SLOTS, 4, DIRECT,
+            )  # fmt: skip
+            if page >= 0:
+                k_slot, v_slot = step % STAGES, (step + 1) % STAGES
+                k_phase, v_phase = (step // STAGES) & 1, ((step + 1) // STAGES) & 1
+                step += 2
+                k, k_scales = _page(ring, scales, k_slot, FORMAT)
+                v, v_scales = _page(ring, scales, v_slot, FORMAT)
+                mbarrier.wait(full.index(k_slot), k_phase)
+                if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
+                    if FORMAT != WIDE:
+                        s = _narrow_scores(
+                            k, k_scales, queries, empty.index(k_slot), zero, operand,
+                            COLUMNS > 32, FORMAT, E5M2,
+                        )  # fmt: skip
+                    else:
+                        s = warpgroup_mma(
+                            k, queries.permute((1, 0)), zero, use_acc=False, is_async=True
+                        )
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                        mbarrier.arrive(empty.index(k_slot), count=1)
+                    first_token = _first_token(seq_len, block, FORMAT)
+                    last = gl.where(
+                        ((tokens >> token) & 1) != 0,
+                        first_position + token - block * BLOCK - first_token,
+                        -1,
+                    )
+                    sees = (n >= -first_token)[:, None] & (n[:, None] <= last[None, :])
+                    s = gl.where(sees, s, float("-inf"))
+                    new_max = gl.maximum(running_max, gl.max(s, 0) * scale)
+                    rescale = gl.exp2(running_max - new_max)
+                    p = gl.exp2(s * scale - new_max[None, :])
+                    running_max = new_max
+                    weights.permute((1, 0)).store(p.to(DTYPE))
+                    fence_async_shared()
+                    gl.thread_barrier()
+                    running_sum = _scale_own(running_sum, rescale) + _sum_own(p)
+                    acc = acc * rescale[None, :]
+                    mbarrier.wait(full.index(v_slot), v_phase)
+                    if FORMAT != WIDE:
+                        acc = warpgroup_mma(
+                            _narrow_v(
+                                v, v_scales, seq_len - block * BLOCK, operand, FORMAT, E5M2
+                            ),
+                            weights.permute((1, 0)), acc, is_async=True,
+                        )  # fmt: skip
+                        mbarrier.arrive(empty.index(v_slot), count=1)
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                    else:
+                        acc = warpgroup_mma(
+                            v.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True
+                        )
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                        mbarrier.arrive(empty.index(v_slot), count=1)
+                else:
+                    mbarrier.arrive(empty.index(k_slot), count=1)
+                    mbarrier.wait(full.index(v_slot), v_phase)
+                    mbarrier.arrive(empty.index(v_slot), count=1)
+
+        total = gl.convert_layout(gl.sum(gl.sum(running_sum, 0), 0), column)
+        first_program, last_program = before // share, (before + size - 1) // share
+        is_last = first_program == last_program
+        if first_program < last_program:
+            numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[
+                None, :
+            ]
+            part = _part(program, before, share, CONSUMER, CONSUMERS)
+            gl.store(partial_out_ptr + part * (D * COLUMNS) + numbers, acc)
+            gl.store(partial_state_ptr + part * (2 * COLUMNS) + c, running_max)
+            gl.store(partial_state_ptr + part * (2 * COLUMNS) + COLUMNS + c, total)
+            # All of the consumer's stores come before its arrival.
+            gl.thread_barrier()
+            arrivals = arrivals_ptr + unit * CONSUMERS + CONSUMER
+            arrived = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+            is_last = arrived == last_program - first_program
+            if is_last:
+                gl.store(arrivals, 0)
+                acc, running_max, total = _merge(
+                    partial_out_ptr, partial_state_ptr, numbers, c, zero,
+                    before, share, first_program, last_program, CONSUMER, CONSUMERS, COLUMNS,
+                )  # fmt: skip
+        if is_last:
+            is_empty = total == 0.0
+            result = acc * (out_scale / gl.where(is_empty, 1.0, total))[None, :]
+            result = result.to(out_ptr.dtype.element_ty)
+            result = gl.permute(_in_order_of_v(result) if FORMAT != WIDE else result, (1, 0))
+            gl.store(
+                out_ptr
+                + (row.to(gl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
+                + (d * stride_out_d)[None, :],
+                gl.convert_layout(result, whole),
+                mask=live[:, None],
+            )
+            if HAS_LSE:
+                lse = gl.where(is_empty, float("-inf"), (running_max + gl.log2(total)) * LN2)
+                own_row, member = first_row + token, c % GROUP_ROWS
+                gl.store(
+                    lse_ptr
+                    + own_row.to(gl.int64) * stride_lse_t
+                    + (head * GROUP + member) * stride_lse_h,
+                    lse,
+                    mask=(own_row < end_row) & (member < GROUP),
+                )
+        before += size
+        at = gl.minimum(before, end)
+        unit += 1
+
+
+@gluon.jit
+def _part(program, before, share, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Where a program leaves its part of a unit: one place for its first unit, one for its last."""
+    is_second = before > program * share
+    return ((program * 2 + is_second.to(gl.int32)) * CONSUMERS + CONSUMER).to(gl.int64)
+
+
+@gluon.jit
+def _merge(
+    partial_out_ptr,
+    partial_state_ptr,
+    numbers,
+    c,
+    acc,
+    before,
+    share,
+    first_program,
+    last_program,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Output, maximum and sum of a unit from those of its parts, whose order is always the same."""
+    AHEAD: gl.constexpr = max(64 // COLUMNS, 1)
+    column: gl.constexpr = c.type.layout
+    running_max = gl.full([COLUMNS], -1e30, gl.float32, layout=column)
+    for first in range(first_program, last_program + 1, AHEAD):
+        for i in gl.static_range(AHEAD):
+            program = gl.minimum(first + i, last_program)
+            part = _part(program, before, share, CONSUMER, CONSUMERS)
+            part_max = gl.load(partial_state_ptr + part * (2 * COLUMNS) + c, cache_modifier=".cg")
+            running_max = gl.maximum(running_max, part_max)
+    total = gl.zeros([COLUMNS], gl.float32, layout=column)
+    for first in range(first_program, last_program + 1, AHEAD):
+        for i in gl.static_range(AHEAD):
+            # Loaded whether there or not: the assembler moves no load with a mask up.
+            program = gl.minimum(first + i, last_program)
+            part = _part(program, before, share, CONSUMER, CONSUMERS)
+            state = partial_state_ptr + part * (2 * COLUMNS)
+            part_max = gl.load(state + c, cache_modifier=".cg")
+            part_sum = gl.load(state + COLUMNS + c, cache_modifier=".cg")
+            part_out = gl.load(
+                partial_out_ptr + part * (D * COLUMNS) + numbers, cache_modifier=".cg"
+            )
+            weight = gl.where(first + i <= last_program, gl.exp2(part_max - running_max), 0.0)
+            total += part_sum * weight
+            acc += part_out * weight[None, :]
+    return acc, running_max, total
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_table", "num_requests", "num_units", "num_slots", "num_blocks", "num_pages",
+        "max_list", "min_share",
+    ]
+)  # fmt: skip
+def _decode_kernel(
+    q_ptr,  # [T, Hq, 128]; e4m3 as bytes
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    k_desc,  # [pages, Hkv, 128, 128], boxes of a page; fp8 as bytes, NVFP4 codes [.., 128, 64]
+    v_desc,
+    k_scales_desc,  # [pages, Hkv, 8, 128] bytes, NVFP4 only
+    v_scales_desc,
+    q_scale,  # numbers, or pointers to one
+    k_scale,
+    v_scale,
+    softmax_scale_log2,
+    tile_request_ptr,
+    tile_row_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_ids_ptr,  # DIRECT only, as the page table
+    stride_ids_t,
+    stride_ids_h,
+    stride_ids_k,
+    page_table_ptr,
+    stride_table,
+    entries_ptr,  # [tiles, Hkv, max_list] int32: block << 16 | set of tokens
+    pages_ptr,
+    counts_ptr,
+    out_ptr,  # [T, Hq, 128]
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,  # [T, Hq] fp32
+    stride_lse_t,
+    stride_lse_h,
+    partial_out_ptr,  # [programs, 2, CONSUMERS, 128, columns] fp32
+    partial_state_ptr,  # [programs, 2, CONSUMERS, 2, columns] fp32: maximum, sum
+    arrivals_ptr,  # [tiles, Hkv, CONSUMERS] int32, zeros between launches
+    num_requests,
+    num_units,
+    num_heads,
+    num_slots,
+    num_blocks,
+    num_pages,
+    max_list,
+    min_share,
+    CONSUMERS: gl.constexpr,
+    EACH: gl.constexpr,  # query tokens of a consumer
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,  # K rounded up to a power of two, DIRECT only
+    STAGES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    E5M2: gl.constexpr,
+    DTYPE: gl.constexpr,  # of the products
+    FP8_QUERY: gl.constexpr,
+    SIGN: gl.constexpr,
+    Q_SCALE_ON_DEVICE: gl.constexpr,
+    K_SCALE_ON_DEVICE: gl.constexpr,
+    V_SCALE_ON_DEVICE: gl.constexpr,
+    DIRECT: gl.constexpr,  # tiles of one token walk its block ids, without a list
+    HAS_LSE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """out = softmax(scale * q K^T) V over the listed blocks of each row; equal shares of entries"""
+    COLUMNS: gl.constexpr = EACH * GROUP_ROWS
+    STORED: gl.constexpr = DTYPE if FORMAT == WIDE else gl.uint8
+    BITS: gl.constexpr = 16 if FORMAT == WIDE else 8
+    WIDTH: gl.constexpr = D // 2 if FORMAT == NVFP4 else D
+    SIDE_BYTES: gl.constexpr = BLOCK * WIDTH * BITS // 8 + (8 * BLOCK if FORMAT == NVFP4 else 0)
+    ring = gl.allocate_shared_memory(
+        STORED, [STAGES, 1, 1, BLOCK, WIDTH],
+        gl.NVMMASharedLayout(min(WIDTH * BITS // 8, 128), BITS, rank=4),
+    )  # fmt: skip
+    scales = ring
+    if FORMAT == NVFP4:
+        scales = gl.allocate_shared_memory(
+            gl.uint8, [STAGES, 1, 1, 8, BLOCK], gl.NVMMASharedLayout(128, 8, rank=4)
+        )
+    lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, D], lines)
+    weights = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, BLOCK], lines)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    gl.thread_barrier()
+    num_rows = gl.load(cu_seqlens_ptr + num_requests)
+    share, num_entries, unit, before = _find_share(
+        counts_ptr, tile_request_ptr, num_rows * num_heads * gl.maximum(num_slots, 1),
+        num_units, num_heads, num_slots, min_share, 4, DIRECT,
+    )  # fmt: skip
+    scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
+    scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
+    out_scale = 1.0 * load_factor(v_scale, V_SCALE_ON_DEVICE)
+    if FORMAT == NVFP4:
+        scale *= NVFP4_FACTOR
+        out_scale *= NVFP4_FACTOR
+    # fmt: off
+    parts = (partial_out_ptr, partial_state_ptr, arrivals_ptr)
+    requests = (tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr)
+    blocks = (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    )
+    work = (share, num_entries, unit, before, num_heads)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_columns, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, blocks, work, scale, out_scale,
+                    queries, weights, ring, scales, full, empty,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                )),
+                (_load_pages, (
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
+                    ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
+                )),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_columns, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, blocks, work, scale, out_scale,
+                    queries, weights, ring, scales, full, empty,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                )),
+                (_attend_columns, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, blocks, work, scale, out_scale,
+                    queries, weights, ring, scales, full, empty,
+                    1, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
+                )),
+                (_load_pages, (
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
+                    ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    # fmt: on
+
+
+class Tile(NamedTuple):
+    """Constants of a launch; none depends on a batch's lengths."""
+
+    each: int  # query tokens of a consumer
+    group_rows: int  # columns of a token: its query heads of one KV head, padded
+    consumers: int
+
+    @property
+    def tokens(self) -> int:
+        return self.each * self.consumers
+
+    @property
+    def columns(self) -> int:
+        """Of a consumer."""
+        return self.each * self.group_rows
+
+    @property
+    def programs(self) -> int:
+        """Of a multiprocessor."""
+        return max(PROGRAMS // self.consumers, 1)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, on average; the producer leaves most of its own to the consumers."""
+        each = REGISTERS // (128 * (self.consumers + 1) * self.programs)
+        return min(each // 8 * 8, MAX_REGISTERS)
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread; 24 are too few without spills, and all that 64 columns leave."""
+        return 40 if self.columns <= 32 else 24
+
+    def stages(self, side_bytes: int) -> int:
+        """Sides of pages that fit beside queries, weights and what an output is turned by."""
+        consumer = self.columns * (4 * D.value + BLOCK.value) + 128
+        ring = SHARED_BYTES // self.programs - 1024 - self.consumers * consumer
+        return min(MAX_STAGES, ring // side_bytes)
+
+
+def choose(plan: Plan, slots: int) -> Tile | None:
+    """The tile for requests of so many tokens; None where its lists would be too long.
+
+    Tokens are tiles of their own where all of them are few entries for each program.
+    """
+    group_rows = rows_of_a_token(plan.config)
+    length = plan.query_len_class
+    if _entries_of_a_program(plan, slots) <= DIRECT_ENTRIES:
+        length = 1
+    if length == 1 and slots <= MAX_DIRECT_SLOTS:
+        return Tile(1, group_rows, 1)
+    each = min(max(COLUMNS // group_rows, 1), length)
+    consumers = 2 if length > each and 2 * each <= MAX_TOKENS else 1
+    tile = Tile(each, group_rows, consumers)
+    fits = launch.power_of_two_above(slots) * tile.tokens <= MAX_LIST
+    return tile if fits else None
+
+
+def pays(plan: Plan, tile: Tile, slots: int) -> bool:
+    """The twin was slower: it reads 16 bit pages as fast, and has less to start for few entries."""
+    if tile.tokens > 1:
+        return plan.kv_format.is_fp8
+    is_narrow = plan.kv_format.is_fp8 or bool(plan.kv_format.scale_group)
+    return plan.query_len_class > 1 or (is_narrow and _entries_of_a_program(plan, slots) >= 1)
+
+
+def _entries_of_a_program(plan: Plan, slots: int) -> float:
+    """Where each token is a tile, and all slots hold blocks."""
+    entries = plan.max_rows * plan.config.num_kv_heads * slots
+    return entries / (PROGRAMS * launch.num_processors(plan.device))
+
+
+def can_read(cache: KVCache) -> bool:
+    """The copy engine can fetch the pool's pages as they lie, and no slot has a factor."""
+    scales = (cache.k_scale, cache.v_scale)
+    if any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
+        return False
+    return all(launch.can_copy_in_bulk(side) for side in _sides(cache))
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    tile: Tile,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """:func:`msattn.attend` in one launch, behind one for lists where tiles have several tokens."""
+    config, slots, tiles = plan.config, block_ids.shape[2], plan.tiles(tile.tokens)
+    direct = tile.tokens == 1
+    lists = None if direct else make_lists(block_ids, cache, plan, tile.tokens, tile.tokens)
+    units = (len(tiles.request), config.num_kv_heads)
+    most = units[0] * units[1] * max(slots, 1) * tile.tokens
+    programs = max(1, min(tile.programs * launch.num_processors(q.device), most // MIN_SHARE))
+    parts = (programs, 2, tile.consumers)
+    partial_out = plan.workspace("partial_out", (*parts, D.value, tile.columns), torch.float32)
+    partial_state = plan.workspace("partial_state", (*parts, 2, tile.columns), torch.float32)
+    arrivals = plan.workspace("decode_arrivals", (*units, tile.consumers), torch.int32)
+    lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
+    entries, pages, counts = lists[:3] if lists else (arrivals, arrivals, arrivals)
+    constants = launch.format_arguments(cache.format, q.device)
+    sides = [_descriptor(side) for side in _sides(cache)]
+    start(
+        _decode_kernel,
+        (programs,),
+        launch.raw(q),
+        *q.stride(),
+        k_desc=sides[0],
+        v_desc=sides[1],
+        k_scales_desc=sides[-2],
+        v_scales_desc=sides[-1],
+        **launch.scale_arguments("q_scale", q_scale, slots=False),
+        **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
+        **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
+        **launch.softmax_arguments(softmax_scale),
+        tile_request_ptr=tiles.request,
+        tile_row_ptr=tiles.first_row,
+        cu_seqlens_ptr=plan.cu_seqlens_q,
+        seq_lens_ptr=plan.seq_lens,
+        block_ids_ptr=block_ids,
+        stride_ids_t=block_ids.stride(0),
+        stride_ids_h=block_ids.stride(1),
+        stride_ids_k=block_ids.stride(2),
+        page_table_ptr=plan.page_table,
+        stride_table=plan.page_table.stride(0),
+        entries_ptr=entries,
+        pages_ptr=pages,
+        counts_ptr=counts,
+        out_ptr=out,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_out_d=out.stride(2),
+        lse_ptr=lse_arguments[0],
+        stride_lse_t=lse_arguments[1],
+        stride_lse_h=lse_arguments[2],
+        partial_out_ptr=partial_out,
+        partial_state_ptr=partial_state,
+        arrivals_ptr=arrivals,
+        num_requests=plan.num_requests,
+        num_units=units[0] * units[1],
+        num_heads=units[1],
+        num_slots=slots,
+        num_blocks=plan.num_blocks,
+        num_pages=cache.num_pages,
+        max_list=entries.shape[-1],
+        min_share=MIN_SHARE,
+        CONSUMERS=tile.consumers,
+        EACH=tile.each,
+        GROUP=config.group_size,
+        GROUP_ROWS=tile.group_rows,
+        SLOTS=launch.power_of_two_above(slots),
+        STAGES=tile.stages(cache.format.bytes_per_page(config) // (2 * config.num_kv_heads)),
+        FORMAT=constants["FORMAT"],
+        E5M2=constants["E5M2"],
+        DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
+        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
+        DIRECT=direct,
+        HAS_LSE=lse is not None,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=tile.producer_registers,
+        num_warps=4,
+        maxnreg=tile.registers,
+    )
+
+
+def _sides(cache: KVCache) -> tuple[torch.Tensor, ...]:
+    """K and V as the engine copies them, bytes where narrow; of NVFP4 the block scales, too."""
+    if not cache.format.scale_group:
+        return launch.raw(cache.k), launch.raw(cache.v)
+    views = cache.nvfp4_views()
+    lines = (len(views.k_codes), cache.num_kv_heads, 8, BLOCK.value)
+    scales = [
+        side.view(torch.uint8).as_strided(lines, (*side.stride()[:2], BLOCK.value, 1))
+        for side in (views.k_scales, views.v_scales)
+    ]
+    return views.k_codes, views.v_codes, *scales
+
+
+def _descriptor(side: torch.Tensor) -> TensorDescriptor:
+    """A side of a pool; what it has of a page and head is a box."""
+    row = side.shape[3] * side.element_size()
+    layout = gl.NVMMASharedLayout(min(row, 128), 8 * side.element_size(), rank=4)
+    box = [1, 1, *side.shape[2:]]
+    return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)

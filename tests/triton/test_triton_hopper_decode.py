@@ -1,0 +1,147 @@
+"""Decode and verification on Hopper on a CPU, by ``gluon_on_torch``: against the oracle.
+
+Each step runs as tiles of one token and as tiles of several, on several numbers of programs: some
+share their units' entries, some have units of their own. ``tests/gpu/test_gpu_hopper_decode.py``
+has larger steps, for the compiled kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from gluon_machine import Machine
+from gluon_on_torch import emulate
+
+import msattn
+from msattn.kernels.hopper import attend, attend_decode, attend_union
+from msattn.kernels.triton import launch
+from msattn.testing import compare
+from msattn.testing.cases import CASES, LAYOUTS, Case, make_config
+from msattn.testing.compare import assert_bitwise_equal, assert_close, assert_lse
+from msattn.testing.make import Inputs, make, make_block_ids
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself"),
+    # numpy's, in the interpreter: of NaN and -inf in masked rows.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+Check = Callable[..., None]
+
+PROCESSORS = (1, 3, 200)
+SMALL_CASES = [
+    case
+    for case in CASES.values()
+    if 0 < case.num_tokens <= 40 and max(case.query_lens) <= 16 and case.config.num_q_heads <= 16
+]
+VERIFY = Case("verify", (4, 1, 3), (390, 131, 300), make_config(8, 2, topk=3), spare_rows=2)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
+    """Runs the kernel, in a schedule of the test's own."""
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # else each partition's thread starts threads of its own
+    yield emulate(monkeypatch, attend_decode, attend_union, seed=seed)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """A step by both kinds of tiles: the oracle's numbers, the same bits each time."""
+
+    def check_step(inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None) -> None:
+        for direct_entries in (0, 1 << 30):
+            monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", direct_entries)
+            for processors in PROCESSORS:
+                monkeypatch.setattr(launch, "num_processors", lambda device, n=processors: n)
+                out, lse = run(inputs, ids, softmax_scale)
+                copied = machine.copied["_decode_kernel"]
+                assert copied or not lse.isfinite().any(), "the kernel did nothing"
+                assert_attention(inputs, ids, out, lse, softmax_scale)
+                again, lse_again = run(inputs, ids, softmax_scale)
+                assert_bitwise_equal("out", again, out)
+                assert_bitwise_equal("lse", lse_again, lse)
+
+    return check_step
+
+
+def run(
+    inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel itself: the choice refuses a CPU."""
+    out = inputs.new_out()
+    lse = torch.full(out.shape[:2], torch.nan)
+    before = out.clone()
+    q_scale = 1.0 if inputs.q_scale is None else inputs.q_scale
+    scale = 128**-0.5 if softmax_scale is None else softmax_scale
+    attend.attend(inputs.q, inputs.cache, ids, inputs.plan(), scale, q_scale, out, lse)
+    tokens = inputs.case.num_tokens
+    assert_bitwise_equal("spare rows", out[tokens:], before[tokens:])
+    assert lse[tokens:].isnan().all()
+    return out, lse
+
+
+def assert_attention(
+    inputs: Inputs,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float | None,
+) -> None:
+    """The package's own, and with any scale."""
+    if softmax_scale is None:
+        compare.assert_attention(inputs, ids, out, lse)
+        return
+    truth, truth_lse = compare.expected_attention(inputs, ids, softmax_scale)
+    tokens = inputs.case.num_tokens
+    reference = msattn.attend(
+        inputs.q, inputs.cache, ids, inputs.plan(), softmax_scale=softmax_scale, impl="reference"
+    )
+    assert_close("out", out[:tokens], truth, baseline=reference[:tokens])
+    assert_lse("lse", lse[:tokens], truth_lse)
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+def test_small_cases(case: Case, check: Check, seed: int) -> None:
+    inputs = make(case)
+    check(inputs, make_block_ids(inputs, seed=seed))
+
+
+@pytest.mark.parametrize("query", ["model", "e4m3"])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_formats_and_queries(kv_format: str, query: str, check: Check) -> None:
+    dtype = torch.float16 if kv_format == "fp16" else torch.bfloat16
+    dtype = torch.float8_e4m3fn if query == "e4m3" else dtype
+    inputs = make(VERIFY, kv_format=kv_format, query_dtype=dtype, scales="0d")
+    check(inputs, make_block_ids(inputs))
+
+
+@pytest.mark.parametrize("layout", ["nhd", "layers", "pair", "all_strided"])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8_e4m3"])
+def test_layouts(kv_format: str, layout: str, check: Check) -> None:
+    inputs = make(VERIFY, kv_format=kv_format, layout=LAYOUTS[layout], scales="float")
+    check(inputs, make_block_ids(inputs))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16, 64])
+def test_groups(group: int, check: Check) -> None:
+    config = make_config(group, 2 if group < 16 else 1, topk=3)
+    inputs = make(Case("groups", (9, 1), (400, 9), config))
+    check(inputs, make_block_ids(inputs))
+
+
+@pytest.mark.parametrize("softmax_scale", [-0.1, 0.0])
+def test_softmax_scales(softmax_scale: float, check: Check) -> None:
+    inputs = make(VERIFY)
+    check(inputs, make_block_ids(inputs), softmax_scale)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 7])
+def test_ids_of_any_width(slots: int, check: Check) -> None:
+    inputs = make(VERIFY)
+    ids = torch.randint(-2, 5, (inputs.case.num_rows, 2, slots), dtype=torch.int32)
+    check(inputs, ids)
