@@ -33,17 +33,20 @@ def on_hopper() -> None:
         pytest.skip(reasons[0])
 
 
-@pytest.fixture(params=["union", "kv_major"], autouse=True)
+@pytest.fixture(params=["union", "union_of_two", "kv_major"], autouse=True)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The only one that runs, where there is anything to see; KV-major in chunks of few tokens."""
+    """The only one that runs, where there is anything to see: union tiles of three consumers or of
+    two, or KV-major in chunks of few tokens."""
     from msattn.kernels.hopper import attend, attend_kv_major, attend_union
     from msattn.kernels.triton import attend as twin
 
     name: str = request.param
     monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if name == "kv_major" else 0.0)
+    monkeypatch.setattr(attend_union, "MIN_ROWS", 1 << 30 if name == "union_of_two" else 0)
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)
-    monkeypatch.setattr(twin, "PARTIAL_BYTES", 1 << 20)
+    for module in (twin, attend_kv_major):
+        monkeypatch.setattr(module, "PARTIAL_BYTES", 1 << 20)
     return name
 
 
@@ -130,9 +133,9 @@ def test_a_block_that_every_token_chose(
     partial_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the work of many programs, beside blocks of one tile; one head at once, and both."""
-    from msattn.kernels.triton import attend as twin
+    from msattn.kernels.hopper import attend_kv_major
 
-    monkeypatch.setattr(twin, "PARTIAL_BYTES", partial_bytes)
+    monkeypatch.setattr(attend_kv_major, "PARTIAL_BYTES", partial_bytes)
     case = Case("hot", (600, 300), (9000, 300), make_config(16, 2, topk=4))
     inputs = make(case, device=DEVICE)
     ids = msattn.index_select(inputs.index_q, inputs.index, inputs.plan(), impl="triton")
@@ -160,9 +163,11 @@ def large(kv_format: str, *, shared: bool) -> tuple[Inputs, torch.Tensor]:
 def test_a_large_step_is_the_twin_s(
     kv_format: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from msattn.kernels.hopper import attend_kv_major
     from msattn.kernels.triton import attend as twin
 
-    monkeypatch.setattr(twin, "PARTIAL_BYTES", 64 << 20)
+    for module in (twin, attend_kv_major):
+        monkeypatch.setattr(module, "PARTIAL_BYTES", 64 << 20)
     inputs, ids = large(kv_format, shared=shared)
     states = [
         msattn.attend(inputs.q, inputs.cache, ids, inputs.plan(), return_lse=True, impl=impl)

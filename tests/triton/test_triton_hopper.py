@@ -64,7 +64,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     """Runs the Hopper kernels and those of this file, in a schedule of the test's own."""
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "has_native_fp8", lambda device: False)
-    monkeypatch.setattr(twin, "PARTIAL_BYTES", 256 << 10)  # several chunks
+    for module in (twin, attend_kv_major):  # several chunks
+        monkeypatch.setattr(module, "PARTIAL_BYTES", 256 << 10)
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)
     prepare_once(monkeypatch, twin_union, "make_lists")
@@ -77,13 +78,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
 
 
 def prepare_once(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
-    """What takes seconds is done once and copied: a test has one step."""
-    prepare, kept = getattr(module, name), []
+    """What takes seconds is done once and copied: a test has one step, in tiles of some sizes."""
+    prepare, kept = getattr(module, name), {}
 
     def prepare_or_copy(*arguments: Any, **named: Any) -> Any:
-        if not kept:
-            kept.append(prepare(*arguments, **named))
-        return deepcopy(kept[0])
+        sizes = tuple(x for x in arguments if isinstance(x, int))
+        if sizes not in kept:
+            kept[sizes] = prepare(*arguments, **named)
+        return deepcopy(kept[sizes])
 
     monkeypatch.setattr(module, name, prepare_or_copy)
 
@@ -108,7 +110,11 @@ def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, schedule: str, programs: int) -> None:
-    """The only schedule that runs, and the number of programs that are there."""
+    """The only schedule that runs, and the number of programs that are there.
+
+    Some programs have tiles of three consumers, others tiles of two, with the same bits.
+    """
+    monkeypatch.setattr(attend_union, "MIN_ROWS", 0 if programs == PROGRAMS[0] else 1 << 30)
     monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if schedule == "kv_major" else 0.0)
     monkeypatch.setattr(launch, "num_processors", lambda device: programs)
 

@@ -57,7 +57,8 @@ def attend(
     if may_yield:
         picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
         if kv_major.can_serve(plan, slots):
-            kv_major.attend(queries, *picks, tails=tails, partial_bytes=scratch_bytes)
+            partial_bytes = min(scratch_bytes, kv_major.PARTIAL_BYTES)
+            kv_major.attend(queries, *picks, tails=tails, partial_bytes=partial_bytes)
         else:
             partial_bytes = min(scratch_bytes, twin.PARTIAL_BYTES)
             twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)

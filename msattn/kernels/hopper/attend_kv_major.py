@@ -57,6 +57,8 @@ TILES = 6
 multiple of CONSUMERS, so that a place in this ring has one consumer, which sees each phase of its
 barriers: another one could be a round ahead of a copy that is late, and take the last round's end
 for its own."""
+PARTIAL_BYTES = 400 << 20
+"""Partial outputs, of both turns."""
 BUFFERS = 2
 """Of partial outputs: of the turn at work, and of the one before."""
 CONSUMER_REGISTERS, MERGER_REGISTERS, PRODUCER_REGISTERS = 168, 128, 48

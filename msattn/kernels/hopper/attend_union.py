@@ -1,10 +1,10 @@
-"""Union tiles on Hopper: three warpgroups multiply, a fourth warp loads pages by the copy engine.
+"""Union tiles on Hopper: warpgroups multiply, one more warp loads pages by the copy engine.
 
 A tile is some neighbouring query tokens of one request and one KV head. Each consumer warpgroup has
-64 rows: EACH tokens, GROUP_ROWS rows each. The producer walks the
-tile's list (see ``kernels/triton/attend_union.py``, the twin) and fills a ring of K and V pages;
-every consumer sees every page, skips those that none of its tokens chose, and masks rows and keys
-in the others. Programs are persistent and take tiles in turn.
+64 rows: EACH tokens, GROUP_ROWS rows each. The producer walks the tile's list (see
+``kernels/triton/attend_union.py``, the twin) and fills a ring of K and V pages; every consumer sees
+every page, skips those that none of its tokens chose, and masks rows and keys in the others.
+Programs are persistent and take tiles in turn.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ D = gl.constexpr(128)
 HALF = gl.constexpr(64)
 """Columns of a 128 byte line: what one swizzled box holds."""
 LN2 = gl.constexpr(0.6931471805599453)
-PAGES = 5
-"""Pages of K or V in the ring, 32 KiB each: with the queries, all of the shared memory."""
+PAGES = {3: 5, 2: 6}
+"""Pages of K or V in the ring, 32 KiB each, by the number of consumers: with the queries, all of
+the shared memory."""
 ROW_COST = 1.15
 """A row of these tiles against one of the twin's, where KV-major costs what the twin's does."""
 MIN_GROUP_ROWS = 8
 """Rows of a token in a tile: what the copy engine's swizzle repeats after."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 160, 24
+CONSUMER_REGISTERS = {3: 160, 2: 232}
+"""By the number of consumers."""
+PRODUCER_REGISTERS = 24
+MIN_ROWS = 1024
+"""Query tokens from which tiles have three consumers; fewer ones make too few tiles of such."""
 
 
 @gluon.jit
@@ -350,34 +355,59 @@ def _union_kernel(
     scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
     out_scale = 1.0 * load_factor(v_scale, V_SCALE_ON_DEVICE)
     # fmt: off
-    gl.warp_specialize(
-        [
-            (_attend_rows, (
-                tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
-                queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
-                0, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
-            )),
-            (_attend_rows, (
-                tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
-                queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
-                1, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
-            )),
-            (_attend_rows, (
-                tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
-                queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
-                2, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
-            )),
-            (_load_pages, (
-                k_desc, v_desc, k_tails, v_tails, q_desc,
-                tiles_ptr, entries_ptr, pages_ptr, counts_ptr,
-                queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
-                page_rows, head_rows, head_columns,
-                EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, HAS_TAILS,
-            )),
-        ],
-        [4, 4, 1],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (
+                    tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    0, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
+                )),
+                (_attend_rows, (
+                    tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    1, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
+                )),
+                (_attend_rows, (
+                    tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    2, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
+                )),
+                (_load_pages, (
+                    k_desc, v_desc, k_tails, v_tails, q_desc,
+                    tiles_ptr, entries_ptr, pages_ptr, counts_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    page_rows, head_rows, head_columns,
+                    EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, HAS_TAILS,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (
+                    tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    0, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
+                )),
+                (_attend_rows, (
+                    tiles_ptr, entries_ptr, counts_ptr, scale, out_scale, out_ptr, lse_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    1, EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, SIGN, HAS_LSE,
+                )),
+                (_load_pages, (
+                    k_desc, v_desc, k_tails, v_tails, q_desc,
+                    tiles_ptr, entries_ptr, pages_ptr, counts_ptr,
+                    queries, ring, full, empty, q_full, q_empty, num_tiles, num_heads, max_list,
+                    page_rows, head_rows, head_columns,
+                    EACH, CONSUMERS, GROUP, GROUP_ROWS, NUM_PAGES, HAS_TAILS,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
     # fmt: on
 
 
@@ -423,7 +453,7 @@ class Tile(NamedTuple):
 
     each: int  # query tokens of a consumer
     group_rows: int  # rows of a token: its query heads of one KV head, padded
-    consumers: int = 3
+    consumers: int
 
     @property
     def tokens(self) -> int:
@@ -459,9 +489,9 @@ def rows_of_a_token(config: MSAConfig) -> int:
 def choose(plan: Plan, slots: int) -> Tile | None:
     """The tile for a model's group of query heads; None where its lists would be too long."""
     group_rows = rows_of_a_token(plan.config)
-    # 16 bits of an entry name the tokens, of all three consumers.
+    # 16 bits of an entry name the tokens, of all consumers.
     each = min(ROWS.value // group_rows, 5)
-    tile = Tile(each, group_rows)
+    tile = Tile(each, group_rows, 3 if plan.max_rows >= MIN_ROWS else 2)
     fits = launch.power_of_two_above(tile.tokens) * launch.power_of_two_above(slots) <= MAX_LIST
     return tile if fits else None
 
@@ -539,13 +569,13 @@ def attend(
         CONSUMERS=tile.consumers,
         GROUP=config.group_size,
         GROUP_ROWS=tile.group_rows,
-        NUM_PAGES=PAGES,
+        NUM_PAGES=PAGES[tile.consumers],
         DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         HAS_TAILS=tails is not None,
         HAS_LSE=lse is not None,
         MAY_YIELD=may_yield,
         COST=tile.cost,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[tile.consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
     )

@@ -19,6 +19,8 @@ from . import launch
 from .recording import start
 from .tiles import BLOCK, NVFP4, NVFP4_FACTOR, load_narrow_tile
 
+MIN_QUERY_LEN = 32
+"""Query tokens of a request from which a page is read by several tiles."""
 COPY_BYTES = 320 << 20
 """The 16 bit copy: 1,280 blocks of M3's 4 KV heads, 160K tokens of context."""
 
@@ -78,7 +80,7 @@ def _dequantize_kernel(
 
 
 def pays(cache: KVCache, plan: Plan) -> bool:
-    """The pool is narrow, its pages are read often enough, and the scratch is not too large.
+    """The pool is narrow, several tiles of a prompt read its pages, and the copy is not too large.
 
     Pools with a factor for each slot are converted by the attention: the product would be rounded
     in 16 bits.
@@ -90,8 +92,8 @@ def pays(cache: KVCache, plan: Plan) -> bool:
     )
     blocks = plan.num_requests * plan.num_blocks
     page_bytes = plan.config.num_kv_heads * BLOCK_SIZE * 4 * plan.config.head_dim
-    fits = 0 < blocks <= plan.max_rows and blocks * page_bytes <= COPY_BYTES
-    return narrow and fits and not slot_scales
+    fits = 0 < blocks * page_bytes <= COPY_BYTES
+    return narrow and fits and not slot_scales and plan.max_query_len >= MIN_QUERY_LEN
 
 
 def dequantize(
