@@ -862,6 +862,8 @@ def _decode_kernel(
     if FORMAT == NVFP4:
         scale *= NVFP4_FACTOR
         out_scale *= NVFP4_FACTOR
+    # Partitions get their arguments where warps may still read the sums of the others.
+    gl.thread_barrier()
     # fmt: off
     parts = (partial_out_ptr, partial_state_ptr, arrivals_ptr)
     requests = (tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr)

@@ -312,6 +312,8 @@ def _scores_kernel(
     fence_async_shared()
     gl.thread_barrier()
     begin, end, first, last = _share(ends_ptr, num_tiles)
+    # Partitions get their arguments where warps may still read the sums of the others.
+    gl.thread_barrier()
     # fmt: off
     gl.warp_specialize(
         [
