@@ -16,6 +16,7 @@ from ...plan import Plan
 from ..triton import attend as twin
 from ..triton import attend_kv_major as twin_kv_major
 from ..triton import attend_union, dequantize
+from ..triton.recording import decline
 from . import attend_decode as decode
 from . import attend_kv_major as kv_major
 from . import attend_union as union
@@ -32,14 +33,26 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    """:func:`msattn.attend`; a call like an earlier one has the launches of that one."""
+    issue = _attend_few if plan.max_query_len <= MAX_FEW_QUERIES else _attend_many
+    twin.reissue(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+
+
+def _attend_many(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The launches of a prompt: both schedules, of which one returns at once."""
     slots, page_table = block_ids.shape[2], plan.page_table
-    if plan.max_query_len <= MAX_FEW_QUERIES:
-        few = (q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-        twin.reissue(_attend_few, *few)
-        return
     tile, copies = union.choose(plan, slots), dequantize.pays(cache, plan)
     if tile is None or not (copies or union.can_read(cache)):
-        twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
     lists = attend_union.make_lists(block_ids, cache, plan, tile.tokens, tile.each, of_copy=copies)
@@ -49,8 +62,10 @@ def attend(
         scratch_bytes -= pool.k.nbytes + pool.v.nbytes
     else:
         tails = union.make_tails(cache, plan)
-    queries = q.to(pool.format.storage_dtype).contiguous()
+    queries = _for_bulk_copies(q, pool.format.storage_dtype)
     own_out, own_lse = out.contiguous(), None if lse is None else lse.contiguous()
+    if queries is not q or own_out is not out or own_lse is not lse:
+        decline()
     may_yield = twin_kv_major.can_serve(plan, slots)
     rest = (softmax_scale, q_scale, own_out, own_lse)
     union.attend(queries, pool, plan, tile, lists, *rest, may_yield=may_yield, tails=tails)
@@ -66,7 +81,12 @@ def attend(
         out.copy_(own_out)
     if own_lse is not lse and own_lse is not None and lse is not None:
         lse.copy_(own_lse)
-        twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)
+
+
+def _for_bulk_copies(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The queries where the copy engine can fetch them; a copy, if they are not there."""
+    queries = q.to(dtype).contiguous()
+    return queries.clone() if queries.data_ptr() % 16 else queries
 
 
 def _attend_few(

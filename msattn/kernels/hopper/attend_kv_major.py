@@ -33,6 +33,7 @@ from ...plan import Plan
 from ..triton import attend_kv_major as twin
 from ..triton import launch
 from ..triton.attend_kv_major import SEEN_WHOLE, SLOT_BITS, SLOT_MASK
+from ..triton.recording import start
 from .attend_union import (
     BLOCK,
     HALF,
@@ -640,7 +641,9 @@ def attend(
     place = area(cache.k)
     assert place is not None
     rows = (queries.shape[0] * config.num_q_heads, D.value)
-    _attend_tiles_kernel[(launch.num_processors(queries.device),)](
+    start(
+        _attend_tiles_kernel,
+        (launch.num_processors(queries.device),),
         k_pages,
         v_pages,
         k_tails,

@@ -30,6 +30,7 @@ from ...config import MSAConfig
 from ...plan import Plan
 from ..triton import launch
 from ..triton.attend_union import MAX_LIST, Lists
+from ..triton.recording import start
 from ..triton.tiles import PICK_COST
 
 ROWS = gl.constexpr(64)
@@ -542,7 +543,9 @@ def attend(
     rows = (queries.shape[0] * config.num_q_heads, D.value)
     num_tiles, num_heads = lists.counts.shape
     grid = (min(launch.num_processors(queries.device), num_tiles * num_heads),)
-    _union_kernel[grid](
+    start(
+        _union_kernel,
+        grid,
         k_desc,
         v_desc,
         k_tails,
@@ -586,7 +589,9 @@ def make_tails(cache: KVCache, plan: Plan) -> Tails:
     requests, heads = plan.num_requests, plan.config.num_kv_heads
     shape = (2, requests * heads * BLOCK.value, D.value)
     tails = plan.workspace("tails", shape, cache.format.storage_dtype)
-    _tails_kernel[(requests, heads)](
+    start(
+        _tails_kernel,
+        (requests, heads),
         *launch.pool_arguments(cache),
         plan.seq_lens,
         plan.page_table,

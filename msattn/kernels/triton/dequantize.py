@@ -21,8 +21,8 @@ from .tiles import BLOCK, NVFP4, NVFP4_FACTOR, load_narrow_tile
 
 MIN_QUERY_LEN = 32
 """Query tokens of a request from which a page is read by several tiles."""
-COPY_BYTES = 320 << 20
-"""The 16 bit copy: 1,280 blocks of M3's 4 KV heads, 160K tokens of context."""
+COPY_BYTES = 344 << 20
+"""The 16 bit copy: 1,376 blocks of M3's 4 KV heads, 172K tokens of context."""
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_blocks", "num_pages"])

@@ -7,6 +7,7 @@ and all else in common with it, needs the same kernels with other addresses.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,14 +41,14 @@ class Recording:
         )
 
     def add(self, call: Callable[..., object], arguments: list[object]) -> None:
-        own = [
-            (at, self._own[x.data_ptr()])
-            for at, x in enumerate(arguments)
-            if isinstance(x, torch.Tensor) and x.data_ptr() in self._own
-        ]
-        # What stays is kept alive here; what does not is not.
-        for at, _ in own:
-            arguments[at] = None
+        own = []
+        for at, x in enumerate(arguments):
+            # A descriptor has a tensor, and all else of it is of the tensor's kind.
+            tensor = getattr(x, "base", x)
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() in self._own:
+                own.append((at, self._own[tensor.data_ptr()]))
+                # What stays is kept alive here; what does not is not.
+                arguments[at] = None if x is tensor else _with_base(x, None)
         self._steps.append((call, arguments, own))
 
     def replay(self, own: Sequence[torch.Tensor]) -> None:
@@ -55,8 +56,16 @@ class Recording:
         for call, kept, places in self._steps:
             arguments = kept.copy()
             for at, which in places:
-                arguments[at] = own[which]
+                x, tensor = arguments[at], own[which]
+                arguments[at] = tensor if x is None else _with_base(x, tensor)
             call(*arguments)
+
+
+def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
+    """As another one, of another tensor of the same kind."""
+    other = copy.copy(descriptor)
+    other.base = base
+    return other
 
 
 _RECORDING: ContextVar[Recording | None] = ContextVar("msattn_recording", default=None)
@@ -85,6 +94,13 @@ def start(kernel: Any, grid: tuple[int, ...], /, *args: object, **kwargs: Any) -
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | kwargs
     recording.add(compiled[(*grid, 1, 1)[:3]], [values[name] for name in names])
+
+
+def decline() -> None:
+    """The call does what its launches alone would not do again: a copy, say."""
+    recording = _RECORDING.get()
+    if recording is not None:
+        recording.complete = False
 
 
 def zero(x: torch.Tensor) -> None:
