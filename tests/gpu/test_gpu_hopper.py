@@ -5,6 +5,8 @@ Each test runs union tiles and KV-major, whatever the selection would have chose
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_layer import DEVICE, assert_equals_reference, capture
@@ -92,6 +94,17 @@ def test_layouts(layout: str) -> None:
     inputs = make(PREFILL, layout=LAYOUTS[layout], scales="float", device=DEVICE)
     ids = make_block_ids(inputs)
     out, lse = run(inputs, ids)
+    assert_attention(inputs, ids, out, lse)
+
+
+def test_queries_that_lie_askew() -> None:
+    """At an address that the copy engine does not read from."""
+    inputs = make(PREFILL, device=DEVICE)
+    memory = torch.empty(inputs.q.numel() + 1, dtype=inputs.q.dtype, device=DEVICE)
+    askew = memory[1:].view(inputs.q.shape).copy_(inputs.q)
+    assert askew.data_ptr() % 16
+    ids = make_block_ids(inputs)
+    out, lse = run(replace(inputs, q=askew), ids)
     assert_attention(inputs, ids, out, lse)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -192,6 +193,15 @@ def test_groups(group: int, check: Check) -> None:
 def test_softmax_scales(softmax_scale: float, check: Check) -> None:
     inputs = make(PREFILL)
     check(inputs, make_block_ids(inputs), softmax_scale)
+
+
+def test_queries_that_lie_askew(check: Check) -> None:
+    """At an address that the copy engine does not read from."""
+    inputs = make(PREFILL)
+    memory = torch.empty(inputs.q.numel() + 1, dtype=inputs.q.dtype)
+    askew = memory[1:].view(inputs.q.shape).copy_(inputs.q)
+    assert askew.data_ptr() % 16
+    check(replace(inputs, q=askew), make_block_ids(inputs))
 
 
 def test_a_block_that_every_token_chose(check: Check) -> None:
