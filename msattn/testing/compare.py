@@ -52,16 +52,19 @@ def assert_attention(
     block_ids: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
 ) -> None:
     """``out`` (and ``lse``) of the query tokens are within the budget of attend's reference."""
     tokens = inputs.case.num_tokens
-    truth, truth_lse = expected_attention(inputs, block_ids)
+    truth, truth_lse = expected_attention(inputs, block_ids, softmax_scale)
     baseline = attend(
         inputs.q,
         inputs.cache,
         block_ids,
         inputs.plan(),
         q_scale=inputs.q_scale,
+        softmax_scale=softmax_scale,
         out=torch.empty_like(out),
         impl="reference",
     )

@@ -17,6 +17,7 @@ import pytest
 import torch
 from gluon_machine import Fault, Machine
 from gluon_on_torch import emulate
+from hopper_step import run
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,14 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-import msattn
 from msattn.kernels.hopper import attend, attend_kv_major, attend_union, merge_partials
 from msattn.kernels.triton import attend as twin
 from msattn.kernels.triton import attend_union as twin_union
 from msattn.kernels.triton import launch
 from msattn.testing import compare
 from msattn.testing.cases import CASES, LAYOUTS, Case, make_config
-from msattn.testing.compare import assert_bitwise_equal, assert_close, assert_lse
+from msattn.testing.compare import assert_bitwise_equal
 from msattn.testing.make import Inputs, make, make_block_ids
 
 pytestmark = [
@@ -100,7 +100,7 @@ def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
             choose(monkeypatch, schedule, PROGRAMS[0])
             out, lse = run(inputs, ids, softmax_scale)
             assert machine.copied[kernel] or not lse.isfinite().any(), f"{kernel} did nothing"
-            assert_attention(inputs, ids, out, lse, softmax_scale)
+            compare.assert_attention(inputs, ids, out, lse, softmax_scale=softmax_scale)
             for programs in PROGRAMS[1:]:
                 choose(monkeypatch, schedule, programs)
                 other, other_lse = run(inputs, ids, softmax_scale)
@@ -118,42 +118,6 @@ def choose(monkeypatch: pytest.MonkeyPatch, schedule: str, programs: int) -> Non
     monkeypatch.setattr(attend_union, "MIN_ROWS", 0 if programs == PROGRAMS[0] else 1 << 30)
     monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if schedule == "kv_major" else 0.0)
     monkeypatch.setattr(launch, "num_processors", lambda device: programs)
-
-
-def run(
-    inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels themselves: the choice refuses a CPU."""
-    out = inputs.new_out()
-    lse = torch.full(out.shape[:2], torch.nan)
-    before = out.clone()
-    q_scale = 1.0 if inputs.q_scale is None else inputs.q_scale
-    scale = 128**-0.5 if softmax_scale is None else softmax_scale
-    attend.attend(inputs.q, inputs.cache, ids, inputs.plan(), scale, q_scale, out, lse)
-    tokens = inputs.case.num_tokens
-    assert_bitwise_equal("spare rows", out[tokens:], before[tokens:])
-    assert lse[tokens:].isnan().all()
-    return out, lse
-
-
-def assert_attention(
-    inputs: Inputs,
-    ids: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float | None,
-) -> None:
-    """The package's own, and with any scale."""
-    if softmax_scale is None:
-        compare.assert_attention(inputs, ids, out, lse)
-        return
-    truth, truth_lse = compare.expected_attention(inputs, ids, softmax_scale)
-    tokens = inputs.case.num_tokens
-    reference = msattn.attend(
-        inputs.q, inputs.cache, ids, inputs.plan(), softmax_scale=softmax_scale, impl="reference"
-    )
-    assert_close("out", out[:tokens], truth, baseline=reference[:tokens])
-    assert_lse("lse", lse[:tokens], truth_lse)
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=str)

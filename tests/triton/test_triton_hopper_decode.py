@@ -13,13 +13,13 @@ import pytest
 import torch
 from gluon_machine import Machine
 from gluon_on_torch import emulate
+from hopper_step import run
 
-import msattn
-from msattn.kernels.hopper import attend, attend_decode, attend_union
+from msattn.kernels.hopper import attend_decode, attend_union
 from msattn.kernels.triton import launch
 from msattn.testing import compare
 from msattn.testing.cases import CASES, LAYOUTS, Case, make_config
-from msattn.testing.compare import assert_bitwise_equal, assert_close, assert_lse
+from msattn.testing.compare import assert_bitwise_equal
 from msattn.testing.make import Inputs, make, make_block_ids
 
 pytestmark = [
@@ -62,48 +62,12 @@ def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
                 out, lse = run(inputs, ids, softmax_scale)
                 copied = machine.copied["_decode_kernel"]
                 assert copied or not lse.isfinite().any(), "the kernel did nothing"
-                assert_attention(inputs, ids, out, lse, softmax_scale)
+                compare.assert_attention(inputs, ids, out, lse, softmax_scale=softmax_scale)
                 again, lse_again = run(inputs, ids, softmax_scale)
                 assert_bitwise_equal("out", again, out)
                 assert_bitwise_equal("lse", lse_again, lse)
 
     return check_step
-
-
-def run(
-    inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel itself: the choice refuses a CPU."""
-    out = inputs.new_out()
-    lse = torch.full(out.shape[:2], torch.nan)
-    before = out.clone()
-    q_scale = 1.0 if inputs.q_scale is None else inputs.q_scale
-    scale = 128**-0.5 if softmax_scale is None else softmax_scale
-    attend.attend(inputs.q, inputs.cache, ids, inputs.plan(), scale, q_scale, out, lse)
-    tokens = inputs.case.num_tokens
-    assert_bitwise_equal("spare rows", out[tokens:], before[tokens:])
-    assert lse[tokens:].isnan().all()
-    return out, lse
-
-
-def assert_attention(
-    inputs: Inputs,
-    ids: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float | None,
-) -> None:
-    """The package's own, and with any scale."""
-    if softmax_scale is None:
-        compare.assert_attention(inputs, ids, out, lse)
-        return
-    truth, truth_lse = compare.expected_attention(inputs, ids, softmax_scale)
-    tokens = inputs.case.num_tokens
-    reference = msattn.attend(
-        inputs.q, inputs.cache, ids, inputs.plan(), softmax_scale=softmax_scale, impl="reference"
-    )
-    assert_close("out", out[:tokens], truth, baseline=reference[:tokens])
-    assert_lse("lse", lse[:tokens], truth_lse)
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
