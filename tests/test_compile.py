@@ -30,8 +30,8 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 ATTEND_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 # Query tokens and tokens of a request. Narrow pools of long ones are converted by the attention.
 ATTEND_STEPS = {
-    "prefill": (16384, 1280 * 128),
-    "long": (200, 1300 * 128),
+    "prefill": (16384, 1376 * 128),
+    "long": (200, 1400 * 128),
     "verify": (4, 4096),
     "decode": (1, 4096),
 }
