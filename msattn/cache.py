@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from .checks import fail, require_int, require_number, require_tensor, require_type
+from .checks import fail, one_of, require_int, require_number, require_tensor, require_type
 from .config import BLOCK_SIZE, MSAConfig
 from .kv_format import KVFormat
 
 Scale = float | torch.Tensor
 Pool = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+COMPACT_DIMS = (32, 64, 128)
+"""Index head dimensions that can have :class:`CompactKeys`."""
 
 
 class Nvfp4Views(NamedTuple):
@@ -170,11 +174,68 @@ class KVCache:
 
 
 @dataclass(frozen=True, eq=False)
+class CompactKeys:
+    """An 8 bit copy of paged index keys, with what its products may be off by.
+
+    Of the key k of each token it holds whole numbers c and two factors, such that for every q::
+
+        | (R q) . (R k)  -  scale * (R q) . c |  <=  bound * |R q|
+
+    | | is the Euclidean norm. R is Sylvester's Hadamard matrix, of 1 and -1, in some order of its
+    rows: (R q) . (R k) = Di * (q . k), and channels that are wider than others are spread over all.
+
+    So a block can be passed over, exactly, if no key of it reaches a score by more than its bound:
+    half of the bytes of 16 bit keys are read, and few of the keys themselves. Only
+    :func:`msattn.index_select` reads it; it gives the ids that it gives without.
+
+    A page is one run of ``128 * Di`` bytes of c and 128 pairs of fp16 (scale, bound): it moves with
+    the page of keys. What a key's copy is depends on the key alone.
+    """
+
+    tensor: torch.Tensor = field(repr=False)  # [pages, 128 * Di + 512] uint8
+    head_dim: int
+
+    @staticmethod
+    def page_bytes(head_dim: int) -> int:
+        """Bytes of a page."""
+        return BLOCK_SIZE * (head_dim + 4)
+
+    @staticmethod
+    def rounding(head_dim: int) -> float:
+        """Part of a rotated key's norm that a bound has besides the norm of its error.
+
+        A query is rounded to whole numbers, too, to 1 / 64,516 of its largest element, and the
+        product that it is compared with may be summed in fp32 in any order, cut off rather than
+        rounded.
+        """
+        return math.sqrt(head_dim) / 32000 + 2**-14
+
+    @cached_property
+    def codes(self) -> torch.Tensor:
+        """c: a view ``[pages, 128, Di]`` int8."""
+        codes = self.tensor[:, : BLOCK_SIZE * self.head_dim].view(torch.int8)
+        pages: torch.Tensor = codes.unflatten(1, (BLOCK_SIZE, self.head_dim))
+        return pages
+
+    @cached_property
+    def factors(self) -> torch.Tensor:
+        """Scale and bound: a view ``[pages, 128, 2]`` fp16."""
+        pairs: torch.Tensor = self.words.view(torch.float16).unflatten(1, (BLOCK_SIZE, 2))
+        return pairs
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """Scale and bound of a key as the lower and upper half of a word: a view, int32."""
+        return self.tensor[:, BLOCK_SIZE * self.head_dim :].view(torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
 class IndexCache:
     """Paged index keys of one layer, one vector per token; always at unit scale."""
 
     tensor: torch.Tensor = field(repr=False)  # [pages, 128, Di]
     format: KVFormat  # bf16, fp16, fp8_e4m3 or fp32
+    compact: CompactKeys | None = None  # store_index_k keeps it up to date
 
     @classmethod
     def allocate(
@@ -183,22 +244,42 @@ class IndexCache:
         config: MSAConfig,
         dtype: object = torch.bfloat16,
         *,
+        compact: bool = False,
         device: torch.device | str | None = None,
     ) -> IndexCache:
-        """A zeroed pool of ``num_pages`` pages; ``dtype`` is a torch dtype or a format name."""
+        """A zeroed pool of ``num_pages`` pages; ``dtype`` is a torch dtype or a format name.
+
+        ``compact``: with :class:`CompactKeys`, for bf16 and fp16 keys.
+        """
         require_int("num_pages", num_pages, at_least=0)
         require_type("config", config, MSAConfig)
         fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         shape = (num_pages, BLOCK_SIZE, config.index_head_dim)
-        return cls(torch.zeros(shape, dtype=fmt.storage_dtype, device=device), fmt)
+        tensor = torch.zeros(shape, dtype=fmt.storage_dtype, device=device)
+        if not compact:
+            return cls(tensor, fmt)
+        page = CompactKeys.page_bytes(config.index_head_dim)
+        copy = torch.zeros((num_pages, page), dtype=torch.uint8, device=device)
+        return cls(tensor, fmt, _as_compact("compact", copy, tensor, fmt))
 
     @classmethod
     def from_tensor(
-        cls, tensor: torch.Tensor, config: MSAConfig, dtype: object | None = None
+        cls,
+        tensor: torch.Tensor,
+        config: MSAConfig,
+        dtype: object | None = None,
+        *,
+        compact: torch.Tensor | None = None,
     ) -> IndexCache:
         """Wrap an engine's own pool ``[pages, 128, Di]`` or ``[pages, 1, 128, Di]`` without a copy.
 
-        ``dtype`` defaults to the tensor's; give it for an FP8 pool that is held as uint8.
+        Args:
+            tensor: the pool.
+            config: the model's shapes.
+            dtype: defaults to the tensor's; give it for an FP8 pool that is held as uint8.
+            compact: uint8 ``[pages, CompactKeys.page_bytes(Di)]`` for :class:`CompactKeys` of bf16
+                and fp16 keys. Keys that are there already have no copy in it before
+                :func:`msattn.refresh_compact_keys`.
         """
         require_type("config", config, MSAConfig)
         pool = require_tensor("tensor", tensor)
@@ -206,7 +287,10 @@ class IndexCache:
         fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         pool = pool.squeeze(1) if pool.dim() == 4 and pool.shape[1] == 1 else pool
         shape = {"pages": None, "tokens": BLOCK_SIZE, "Di": config.index_head_dim}
-        return cls(_as_elements("tensor", pool, fmt, shape), fmt)
+        pool = _as_elements("tensor", pool, fmt, shape)
+        if compact is None:
+            return cls(pool, fmt)
+        return cls(pool, fmt, _as_compact("compact", compact, pool, fmt))
 
     @property
     def num_pages(self) -> int:
@@ -219,6 +303,23 @@ class IndexCache:
     @property
     def device(self) -> torch.device:
         return self.tensor.device
+
+
+def _as_compact(name: str, value: object, keys: torch.Tensor, fmt: KVFormat) -> CompactKeys:
+    if fmt.storage_dtype not in (torch.bfloat16, torch.float16):
+        expected = "index keys of bf16 or fp16, which it halves"
+        raise fail(name, expected, f"{fmt} keys", NotImplementedError)
+    pages, _, dim = keys.shape
+    if dim not in COMPACT_DIMS:
+        expected = f"index_head_dim={one_of(COMPACT_DIMS)}"
+        raise fail(name, expected, dim, NotImplementedError)
+    shape = {"pages": pages, "bytes": CompactKeys.page_bytes(dim)}
+    tensor = require_tensor(name, value, dtypes=[torch.uint8], shape=shape, device=keys.device)
+    if tensor.numel() and (tensor.stride(1) != 1 or tensor.stride(0) % 4):
+        raise fail(name, "strides [a multiple of 4, 1]", f"strides {list(tensor.stride())}")
+    if tensor.storage_offset() % 4:
+        raise fail(name, "a storage offset of a multiple of 4 bytes", tensor.storage_offset())
+    return CompactKeys(tensor, dim)
 
 
 def _as_pool(tensor: Any, config: MSAConfig, fmt: KVFormat) -> Pool:

@@ -24,6 +24,7 @@ from .plan import Plan
 STAGES = (
     "store_kv",
     "store_index_k",
+    "refresh_compact_keys",
     "index_scores",
     "select_blocks",
     "index_select",
@@ -82,6 +83,7 @@ _HOPPER_INDEXER = Implementation("hopper", ".kernels.hopper.indexer", hopper_ind
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "store_kv": (_triton("store"), _reference("store")),
     "store_index_k": (_triton("store"), _reference("store")),
+    "refresh_compact_keys": (_triton("store"), _reference("store")),
     "index_scores": (_HOPPER_INDEXER, _triton("indexer"), _reference("indexer")),
     "select_blocks": (_triton("selection"), _reference("selection")),
     "index_select": (_HOPPER_INDEXER, _triton("indexer"), _reference("indexer")),
@@ -150,8 +152,9 @@ def why_not(
     """Why ``impl`` cannot serve ``stage``: a list of reasons, empty when it can.
 
     Args:
-        stage: ``"store_kv"``, ``"store_index_k"``, ``"index_scores"``, ``"select_blocks"``,
-            ``"index_select"``, ``"attend"`` or ``"merge_states"``.
+        stage: ``"store_kv"``, ``"store_index_k"``, ``"refresh_compact_keys"``,
+            ``"index_scores"``, ``"select_blocks"``, ``"index_select"``, ``"attend"`` or
+            ``"merge_states"``.
         impl: ``"hopper"``, ``"triton"`` or ``"reference"``; ``"auto"`` asks whether any can serve.
         plan: gives the config, the KV format and the device, where they are not given themselves.
         device: default: the plan's, else the CPU.

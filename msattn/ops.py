@@ -49,7 +49,8 @@ def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None
 
 def store_index_k(index_k: Tensor, index: IndexCache, slot_mapping: Tensor) -> None:
     """:func:`msattn.store_index_k` as an operator."""
-    _OPS.store_index_k(index_k, index.tensor, index.format.name, slot_mapping)
+    compact = _compact_pool(index)
+    _OPS.store_index_k(index_k, index.tensor, index.format.name, slot_mapping, compact)
 
 
 def index_select(index_q: Tensor, index: IndexCache, plan: Plan) -> Tensor:
@@ -63,6 +64,7 @@ def index_select(index_q: Tensor, index: IndexCache, plan: Plan) -> Tensor:
         config.topk,
         config.init_blocks,
         config.local_blocks,
+        _compact_pool(index),
     )
     return block_ids
 
@@ -118,6 +120,10 @@ def _cache_arguments(cache: KVCache) -> tuple[list[Tensor], str, Tensor | None, 
     return pool, cache.format.name, k_scale, v_scale
 
 
+def _compact_pool(index: IndexCache) -> Tensor | None:
+    return None if index.compact is None else index.compact.tensor
+
+
 def _plan_arguments(plan: Plan) -> tuple[Tensor, Tensor, Tensor, int, int]:
     return (*plan.tensors, plan.max_query_len, plan.max_seq_len)
 
@@ -158,10 +164,16 @@ def _store_kv(
     store_kv_stage(k, v, cache, slot_mapping)
 
 
-@_in_place("pool")
-def _store_index_k(index_k: Tensor, pool: Tensor, index_format: str, slot_mapping: Tensor) -> None:
+@_in_place("pool", "compact")
+def _store_index_k(
+    index_k: Tensor,
+    pool: Tensor,
+    index_format: str,
+    slot_mapping: Tensor,
+    compact: Tensor | None = None,
+) -> None:
     _, _, dim = _sizes("pool", pool, "pages", "tokens", "Di")
-    index = IndexCache.from_tensor(pool, _config(1, 1, dim), index_format)
+    index = IndexCache.from_tensor(pool, _config(1, 1, dim), index_format, compact=compact)
     store_index_k_stage(index_k, index, slot_mapping)
 
 
@@ -178,10 +190,11 @@ def _index_select(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    compact: Tensor | None = None,
 ) -> Tensor:
     rows, heads, dim = _sizes("index_q", index_q, "T", "Hi", "Di")
     config = _config(heads, heads, dim, topk, init_blocks, local_blocks)
-    index = IndexCache.from_tensor(pool, config, index_format)
+    index = IndexCache.from_tensor(pool, config, index_format, compact=compact)
     batch = (cu_seqlens_q, seq_lens, page_table, max_query_len, max_seq_len)
     return index_select_stage(index_q, index, _plan(*batch, config, index_format, rows))
 
@@ -315,7 +328,7 @@ def _fake_store_index_k(index_k: Tensor, pool: Tensor, *_: Any) -> None:
 
 def _fake_index_select(index_q: Tensor, *arguments: Any) -> Tensor:
     torch._check(index_q.dim() == 3, lambda: "index_q: expected shape [T, Hi, Di]")
-    topk: int = arguments[-3]
+    topk: int = arguments[7]
     return index_q.new_empty((*index_q.shape[:2], topk), dtype=torch.int32)
 
 

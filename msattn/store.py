@@ -61,7 +61,7 @@ def store_index_k(
 
     Args:
         index_k: ``[T, Di]`` or ``[T, 1, Di]`` bf16, fp16 or fp32, any strides.
-        index: the layer's pool of index keys.
+        index: the layer's pool of index keys; its compact copy, if it has one, is written besides.
         slot_mapping: ``[T]`` as for :func:`store_kv`; the index cache may have slots of its own.
         impl: as for :func:`store_kv`.
     """
@@ -82,6 +82,31 @@ def prepare_store_index_k(
         return nothing
     problem = Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
     return prepare(impl, problem, index_k, index, slot_mapping)
+
+
+def refresh_compact_keys(
+    index: IndexCache, pages: torch.Tensor | None = None, *, impl: str = "auto"
+) -> None:
+    """Make the compact copy of pages anew, from the index keys that they hold.
+
+    For keys that did not come by :func:`store_index_k`: of a pool that was filled before it was
+    wrapped, or that an engine has copied from page to page without their compact copy.
+
+    Args:
+        index: a pool with :class:`msattn.CompactKeys`.
+        pages: ``[n]`` int32 or int64, default all; numbers of no page are skipped.
+        impl: as for :func:`store_kv`.
+    """
+    require_type("index", index, IndexCache)
+    if index.compact is None:
+        raise fail("index", "an IndexCache with compact keys", "one without")
+    if pages is None:
+        pages = torch.arange(index.num_pages, device=index.device)
+    dtypes = [torch.int64, torch.int32]
+    require_tensor("pages", pages, dtypes=dtypes, shape={"n": None}, device=index.device)
+    if pages.shape[0]:
+        problem = Problem("refresh_compact_keys", index.device, None, index.format)
+        prepare(impl, problem, index, pages)()
 
 
 def _require_slots(

@@ -113,10 +113,71 @@ def store_builds() -> Iterable[Build]:
             yield Build(
                 f"store_index_k_{name}",
                 "store:_store_index_k_kernel",
-                {"x_ptr": "*bf16", "slots_ptr": "*i32", "pool_ptr": pool, "limit": "fp32"},
-                {"E4M3": e4m3, "TOKENS": 16, "D": 128, "stride_d": 1},
+                {"x_ptr": "*bf16", "slots_ptr": "*i32", "pool_ptr": pool, "limit": "fp32"}
+                | {"rounding": "fp32"},
+                {"E4M3": e4m3, "TOKENS": 16, "D": 128, "stride_d": 1, "COMPACT": False}
+                | {"codes_ptr": None, "factors_ptr": None},
                 {"num_warps": 4},
             )
+
+
+def compact_builds() -> Iterable[Build]:
+    copy = {"codes_ptr": "*i8", "factors_ptr": "*i32", "rounding": "fp32"}
+    keys = {"pool_ptr": "*fp16", "limit": "fp32"}
+    yield Build(
+        "store_index_k_compact",
+        "store:_store_index_k_kernel",
+        {"x_ptr": "*bf16", "slots_ptr": "*i32"} | keys | copy,
+        {"E4M3": False, "COMPACT": True, "TOKENS": 16, "D": 128, "stride_d": 1},
+        {"num_warps": 4},
+    )
+    yield Build(
+        "refresh_compact_keys",
+        "store:_refresh_kernel",
+        {"pool_ptr": "*bf16", "pages_ptr": "*i64"} | copy,
+        {"TOKENS": 16, "D": 128},
+        {"num_warps": 4},
+    )
+    step = {"tile_request_ptr": "*i32", "tile_row_ptr": "*i32", "page_table_ptr": "*i32"}
+    step |= {"cu_seqlens_ptr": "*i32", "seq_lens_ptr": "*i32", "q_ptr": "*bf16"}
+    forced = {"TOPK": 16, "INIT": 0, "LOCAL": 1}
+    for rows in (16, 32):
+        for by_bulk_copy, capabilities in ((False, (80, 120)), (True, (90, 100))):
+            shape = {"HEADS": 4, "HEADS_PADDED": 4, "TOKENS": rows // 4, "DIM": 128}
+            shape |= {"TMA": by_bulk_copy, "stride_q_dim": 1}
+            of_codes = {} if by_bulk_copy else {"codes_desc": None}
+            of_keys = {} if by_bulk_copy else {"k_desc": None}
+            yield Build(
+                f"compact_bounds_{rows}rows_sm{capabilities[0]}",
+                "indexer_compact:_bounds_kernel",
+                {"codes_ptr": "*i8", "factors_ptr": "*i32", **step}
+                | {"upper_ptr": "*fp32", "lower_ptr": "*fp32"}
+                | ({"codes_desc": "tensordesc<i8[1,128,128]>"} if by_bulk_copy else {}),
+                shape | of_codes,
+                {"num_warps": 4 if by_bulk_copy or rows == 16 else 8, "num_stages": 5},
+                capabilities,
+                wgmma=f"m64n{rows}k32.s32.s8.s8" if by_bulk_copy else "",
+            )
+            yield Build(
+                f"compact_rescore_{rows}rows_sm{capabilities[0]}",
+                "indexer_compact:_rescore_kernel",
+                {"k_ptr": "*bf16", "list_ptr": "*i32", **step}
+                | {"out_ptr": "*fp32", "threshold_ptr": "*fp32"}
+                | ({"k_desc": "tensordesc<bf16[1,128,128]>"} if by_bulk_copy else {}),
+                {**shape, **forced, "DTYPE": "tl.bfloat16", "KEYS_FIRST": by_bulk_copy} | of_keys,
+                {"num_warps": 4, "num_stages": 3},
+                capabilities,
+                wgmma=f"m64n{rows}k16.f32.bf16.bf16" if by_bulk_copy else "",
+            )
+    for chunk, warps in ((256, 1), (1024, 4)):
+        yield Build(
+            f"compact_threshold_{chunk}",
+            "indexer_compact:_threshold_kernel",
+            {"lower_ptr": "*fp32", "threshold_ptr": "*fp32", "request_ptr": "*i32"}
+            | {"cu_seqlens_ptr": "*i32", "seq_lens_ptr": "*i32"},
+            {**forced, "CHUNK": chunk, "VECTOR": 4},
+            {"num_warps": warps},
+        )
 
 
 def selection_builds() -> Iterable[Build]:
@@ -204,7 +265,13 @@ def merge_builds() -> Iterable[Build]:
 
 BUILDS = {
     build.name: build
-    for builds in (store_builds(), indexer_builds(), selection_builds(), merge_builds())
+    for builds in (
+        store_builds(),
+        indexer_builds(),
+        compact_builds(),
+        selection_builds(),
+        merge_builds(),
+    )
     for build in builds
 }
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from ..cache import IndexCache, KVCache, Scale
+from ..cache import CompactKeys, IndexCache, KVCache, Scale
 from ..config import BLOCK_SIZE
-from .quantize import divide, nvfp4_decode, nvfp4_encode, to_storage
+from .quantize import compact_encode, divide, nvfp4_decode, nvfp4_encode, to_storage
 
 Side = Literal["k", "v"]
 
@@ -53,6 +53,14 @@ def write_index_k(index: IndexCache, x: torch.Tensor, slots: torch.Tensor) -> No
     """Store ``x`` ``[n, Di]`` into ``slots`` [n], all of them valid."""
     stored = to_storage(x.float(), index.format)
     _bytes(index.tensor)[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = _bytes(stored)
+    if index.compact is not None:
+        write_compact_keys(index.compact, stored, slots)
+
+
+def write_compact_keys(compact: CompactKeys, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    """Copy the keys ``[n, Di]`` that ``slots`` [n] hold, all of them valid."""
+    page, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    compact.codes[page, offset], compact.factors[page, offset] = compact_encode(keys)
 
 
 def _read(cache: KVCache, side: Side, pages: torch.Tensor, head: int | None) -> torch.Tensor:

@@ -1,9 +1,13 @@
-"""Numbers to stored elements and back: saturating casts, and NVFP4's codes and block scales."""
+"""Numbers to stored elements and back: saturating casts, NVFP4's codes and block scales, and the
+compact copy of index keys."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from ..cache import CompactKeys
 from ..kv_format import KVFormat
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,6 +48,35 @@ def nvfp4_decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     elements: torch.Tensor = values[nibbles.int()].unflatten(-1, (-1, 16))
     return (elements * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def compact_encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index keys as stored ``[..., Di]`` -> codes ``[..., Di]`` int8, factors ``[..., 2]`` fp16.
+
+    What :class:`msattn.CompactKeys` says of them holds. A key with an element that is not finite,
+    or of which a rotated one is 127 times 65,504 or more, has codes of 0 and a bound of infinity.
+    """
+    x = rotate(x.float())
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = divide(largest, 127.0).half().float()
+    bounded = scale.isfinite()  # and with it all of the key
+    scale = scale.masked_fill(~bounded, 0.0)
+    codes = (x / scale.masked_fill(scale == 0.0, 1.0)).round().clamp(-127, 127)
+    codes = codes.where(bounded, 0.0)
+    error = torch.linalg.vector_norm(x - codes * scale, dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    # Upwards: by more than fp32 and fp16 round, and never 0.
+    bound = (error + CompactKeys.rounding(x.shape[-1]) * norm) * (1 + 2**-8) + 2**-23
+    bound = bound.where(bounded, math.inf)
+    return codes.to(torch.int8), torch.cat([scale, bound], -1).half()
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """``x @ R.T`` for the R of :class:`msattn.CompactKeys`, by sums and differences in fp32."""
+    for _ in range(x.shape[-1].bit_length() - 1):
+        even, odd = x[..., 0::2], x[..., 1::2]
+        x = torch.cat([even + odd, even - odd], -1)
+    return x
 
 
 def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:

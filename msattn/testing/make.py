@@ -15,7 +15,7 @@ from random import Random
 import torch
 
 from ..batch import UNMAPPED, Batch
-from ..cache import IndexCache, KVCache, Pool, Scale
+from ..cache import CompactKeys, IndexCache, KVCache, Pool, Scale
 from ..config import BLOCK_SIZE, MSAConfig
 from ..kv_format import KVFormat
 from ..plan import Plan, make_plan
@@ -104,6 +104,7 @@ def make(
     index_format: object = "bf16",
     query_dtype: torch.dtype = torch.bfloat16,
     integer_index: bool = True,
+    compact: bool = False,
     layout: Layout = DENSE,
     scales: ScaleKind = "unit",
     device: torch.device | str = "cpu",
@@ -119,6 +120,7 @@ def make(
             for an fp8 query.
         integer_index: index queries and keys are small integers, so that scores are exact however
             they are summed, and ties frequent. Else they are normally distributed.
+        compact: the index keys have their compact copy.
         layout: where the tensors lie.
         scales: form of the cache's and the query's scales.
         device: where everything goes.
@@ -133,7 +135,7 @@ def make(
     )
     pool = make_pool(fmt, config, num_pages, layout, device)
     cache = KVCache.from_tensor(pool, config, fmt, k_scale=k_scale, v_scale=v_scale)
-    index = make_index_cache(config, num_pages, index_format, device)
+    index = make_index_cache(config, num_pages, index_format, device, compact=compact)
 
     # Positions of all requests, one after the other: their numbers, and where they are stored.
     slots = position_slots(batch)
@@ -226,12 +228,21 @@ def make_pool(
 
 
 def make_index_cache(
-    config: MSAConfig, num_pages: int, dtype: object, device: torch.device | str | None = None
+    config: MSAConfig,
+    num_pages: int,
+    dtype: object,
+    device: torch.device | str | None = None,
+    *,
+    compact: bool = False,
 ) -> IndexCache:
-    """Index keys of NaN, with pages of NaN on both sides."""
+    """Index keys of NaN, with pages of NaN on both sides; so is their compact copy."""
     storage = KVFormat.parse(dtype).storage_dtype
     shape = (num_pages + 2, BLOCK_SIZE, config.index_head_dim)
-    return IndexCache.from_tensor(poisoned(shape, storage, device)[1:-1], config, dtype)
+    pool, copy = poisoned(shape, storage, device)[1:-1], None
+    if compact:
+        page = CompactKeys.page_bytes(config.index_head_dim)
+        copy = poisoned((num_pages + 2, page), torch.uint8, device)[1:-1]
+    return IndexCache.from_tensor(pool, config, dtype, compact=copy)
 
 
 def make_scale(
@@ -342,8 +353,13 @@ def fill_slots(cache: KVCache, where: torch.Tensor, value: float) -> None:
 
 
 def fill_index_slots(index: IndexCache, where: torch.Tensor, value: float) -> None:
-    """Let the slots ``where`` [pages, 128] bool of an index cache hold ``value``."""
+    """Let the slots ``where`` [pages, 128] bool of an index cache hold ``value``.
+
+    Their compact copy is poison then.
+    """
     _fill(index.tensor, where.nonzero(as_tuple=True), value)
+    if index.compact is not None:
+        index.compact.codes[where], index.compact.words[where] = -1, -1
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

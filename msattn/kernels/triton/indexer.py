@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,59 +22,24 @@ import triton.language as tl
 from ...arch import capability, has_warpgroups
 from ...cache import IndexCache
 from ...plan import Plan
+from . import indexer_compact
+from .index_tiles import (
+    Constants,
+    block_scores,
+    choose_constants,
+    choose_splits,
+    choose_stages,
+    load_page,
+    load_queries,
+    operand,
+    tile_facts,
+)
 from .launch import can_copy_in_bulk, has_native_fp8, num_processors, page_descriptor, raw
 from .selection import select_rows
-from .tiles import BLOCK, fp8_to_fp16, page_of_block
+from .tiles import BLOCK, page_of_block
 
 SCORE_BYTES = 256 << 20
 """Scores that :func:`index_select` holds at a time; 8,192 tokens of M3 at 128K take 143 MB."""
-
-PROGRAM_OVERHEAD_BLOCKS = 2
-"""Starting a program (queries, first pages) costs about as much as that many blocks of keys."""
-
-
-class Constants(NamedTuple):
-    """What the kernel is compiled and launched with, besides the shapes."""
-
-    rows: int  # of the matrix product: tokens of a tile x index heads
-    num_warps: int
-    num_stages: int  # for keys of 256 bytes
-    programs_per_processor: int  # that fit side by side: registers and shared memory
-    keys_first: bool = False  # keys are the rows of the product, and queries its columns
-
-
-# Up to 64 rows (decode, verification) the keys come at memory speed, and what counts is how many of
-# them are under way; with 128 rows the tensor cores are the limit, and one program multiplies while
-# another takes its maxima. Fewer than 64 rows cannot be the rows of a warpgroup's product, but its
-# columns: with the same instructions at every size, a token's scores do not depend on its tile.
-_WARPGROUP_MMA = {
-    16: Constants(16, 4, 3, 2, keys_first=True),
-    32: Constants(32, 4, 3, 2, keys_first=True),
-    64: Constants(64, 4, 3, 2),
-    128: Constants(128, 4, 2, 2),
-}
-# 99 KB of shared memory is what sm_86, sm_89 and sm_120 have.
-_WARP_MMA = {
-    16: Constants(16, 4, 3, 1),
-    32: Constants(32, 4, 3, 1),
-    64: Constants(64, 4, 3, 1),
-    128: Constants(128, 8, 3, 1),
-}
-_WIDE_TILE = Constants(256, 8, 4, 1)
-"""For long prompts with 16 bit keys: half the reads of keys, one program on a processor."""
-
-
-@triton.jit
-def _maximum(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _operand(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """``x`` in the type that is multiplied; bytes of e4m3 go by fp16, which holds all of it."""
-    if x.dtype == tl.uint8:
-        x = fp8_to_fp16(x, False, NATIVE_FP8)
-    return x.to(DTYPE)
 
 
 @triton.jit(
@@ -130,32 +93,22 @@ def _index_scores_kernel(
     """
     # A prompt's last tiles see most, and start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    request = tl.load(tile_request_ptr + tile).to(tl.int64)
-    if request < 0:
-        return
-    tile_row = tl.load(tile_row_ptr + tile)
-    request_end = tl.load(cu_seqlens_ptr + request + 1)
-    seq_len = tl.load(seq_lens_ptr + request)
-    tile_end = tl.minimum(tl.minimum(tile_row + TOKENS, request_end), end_row)
-
-    # Blocks that the tile's last token sees, and those that its first one sees to their ends.
-    visible = tl.cdiv(tl.maximum(seq_len - (request_end - tile_end), 0), BLOCK)
-    visible = tl.minimum(visible, num_blocks)
-    full = tl.maximum(seq_len - (request_end - tile_row) + 1, 0) // BLOCK
+    request, tile_row, tile_end, offset, visible, full = tile_facts(
+        tile, tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr, num_blocks, end_row,
+        TOKENS,
+    )  # fmt: skip
     share = tl.cdiv(visible, tl.num_programs(1))
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, visible)
-    if (begin >= end) | (tile_end <= tl.maximum(tile_row, first_row)):
+    if (request < 0) | (begin >= end) | (tile_end <= tl.maximum(tile_row, first_row)):
         return
 
     r = tl.arange(0, HEADS_PADDED * TOKENS)
     head, row = r // TOKENS, tile_row + r % TOKENS
     live = (head < HEADS) & (row < tile_end)  # [rows]
+    q = load_queries(q_ptr, stride_q_row, stride_q_head, stride_q_dim, row, head, live, DIM)
+    q = operand(q, DTYPE, NATIVE_FP8)
     d, n = tl.arange(0, DIM), tl.arange(0, BLOCK)
-    q_at = row.to(tl.int64) * stride_q_row + head.to(tl.int64) * stride_q_head
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :] * stride_q_dim, mask=live[:, None], other=0.0)
-    q = _operand(q, DTYPE, NATIVE_FP8)  # [rows, DIM]
-    position = seq_len - (request_end - row)
     out_row = (row - first_row).to(tl.int64)
     out_at = out_ptr + head.to(tl.int64) * stride_out_head + out_row * stride_out_row
     stride_out_block = stride_out_block.to(tl.int64)
@@ -171,27 +124,12 @@ def _index_scores_kernel(
     next_page = page_of_block(page_table_ptr, stride_table, request, begin, num_pages)
     for block in range(begin, end):
         page = next_page
-        if TMA:
-            k = tl.reshape(k_desc.load([tl.maximum(page, 0).to(tl.int32), 0, 0]), (BLOCK, DIM))
-            if not KEYS_FIRST:
-                k = tl.trans(k)
-        else:
-            k = tl.load(k_at + tl.maximum(page, 0) * stride_k_page)
+        k = load_page(k_at, k_desc, page, stride_k_page, KEYS_FIRST, TMA)
         following = tl.minimum(block + 1, end - 1)
         next_page = page_of_block(page_table_ptr, stride_table, request, following, num_pages)
-        k = _operand(k, DTYPE, NATIVE_FP8)
-        last = position - block * BLOCK  # key that a row sees
-        if KEYS_FIRST:
-            products = tl.dot(k, q)  # [BLOCK, rows]
-            if block >= full:
-                products = tl.where(n[:, None] > last[None, :], float("-inf"), products)
-            score = tl.reduce(products, 0, _maximum)
-        else:
-            products = tl.dot(q, k)  # [rows, BLOCK]
-            if block >= full:
-                products = tl.where(n[None, :] > last[:, None], float("-inf"), products)
-            score = tl.reduce(products, 1, _maximum)
-        score = tl.where(page >= 0, score, float("-inf"))
+        score = block_scores(
+            q, k, offset + row, block, full, page, DTYPE, NATIVE_FP8, KEYS_FIRST
+        )  # fmt: skip
         tl.store(out_at + block * stride_out_block, score, mask=live)
 
 
@@ -218,6 +156,9 @@ def index_select(
     constants: Constants | None = None,
     num_splits: int | None = None,
 ) -> None:
+    if indexer_compact.pays(index_q, index, plan):
+        select_by(indexer_compact.score_rows, index_q, index, plan, out)
+        return
     select_by(score_rows, index_q, index, plan, out, constants=constants, num_splits=num_splits)
 
 
@@ -330,44 +271,3 @@ def operand_dtype(
     if len(wide) == 2:
         return tl.float32  # rounded to tf32, which holds bf16 as well as fp16
     return tl.bfloat16 if wide == {torch.bfloat16} else tl.float16
-
-
-@cache
-def choose_constants(
-    rows: int, key_bytes: int, compute_capability: tuple[int, int] | None
-) -> Constants:
-    """Constants for requests of at most ``rows`` (tokens x heads) and keys of ``key_bytes``."""
-    rows = max(triton.next_power_of_2(rows), 16)
-    if key_bytes > 256:
-        # Head dimensions above 128 and tf32: tiles made for fewer bytes would not fit.
-        return _WARP_MMA[min(rows, 32)]
-    if not has_warpgroups(compute_capability):
-        table = _WARP_MMA
-    elif rows >= _WIDE_TILE.rows and key_bytes > 128:
-        return _WIDE_TILE
-    else:
-        table = _WARPGROUP_MMA
-    return table[min(rows, max(table))]
-
-
-def choose_stages(num_stages: int, key_bytes: int) -> int:
-    """As many bytes of keys under way as ``num_stages`` are of keys of 256 bytes."""
-    if key_bytes > 256:
-        return 2
-    return num_stages if key_bytes > 128 else 2 * num_stages - 1
-
-
-@lru_cache(maxsize=1024)
-def choose_splits(num_tiles: int, num_blocks: int, room: int) -> int:
-    """Programs that share a tile of ``num_blocks`` blocks, where ``room`` programs run at a time.
-
-    The cost is the number of rounds times the length of a program. Among shares that cost about
-    the same the smallest is taken: it evens out requests of different lengths.
-    """
-    most = min(num_blocks, max(1, 8 * room // num_tiles))
-    cost = [
-        triton.cdiv(num_tiles * n, room) * (triton.cdiv(num_blocks, n) + PROGRAM_OVERHEAD_BLOCKS)
-        for n in range(1, most + 1)
-    ]
-    enough = 1.05 * min(cost)
-    return max(n for n, c in enumerate(cost, start=1) if c <= enough)

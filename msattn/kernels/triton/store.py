@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...cache import IndexCache, KVCache, Scale
+from ...cache import CompactKeys, IndexCache, KVCache, Scale
 from ...config import BLOCK_SIZE
 from ...kv_format import KVFormat
 from .launch import raw
-from .tiles import BLOCK
+from .tiles import BLOCK, nearest, rotate
 
 # What a dequantisation factor is to the kernel.
 _UNIT, _NUMBER, _TENSOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -170,15 +170,55 @@ def _store_kv_kernel(
         store_plain(v, v_pool, page, offset, valid, stride_vpp, stride_vpt, limit, E4M3, E5M2, D)
 
 
+@triton.jit
+def compact_encode(x, rounding, TOKENS: tl.constexpr, D: tl.constexpr):
+    """Index keys as stored, [TOKENS, D] fp32 -> codes int8 and fp16 pairs (scale, bound) as int32.
+
+    See :class:`msattn.CompactKeys`. A key that is not finite, or too large for a scale of fp16, has
+    a bound of infinity.
+    """
+    x = rotate(x, TOKENS, D)
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.div_rn(largest, 127.0).to(tl.float16)
+    # Of an infinity and of NaN, x * 0 is NaN.
+    bounded = (scale.to(tl.float32) < float("inf")) & (tl.sum(x * 0.0, 1) == 0.0)
+    scale = tl.where(bounded, scale, 0.0).to(tl.float16)
+    x = tl.where(bounded[:, None], x, 0.0)
+    step = scale.to(tl.float32)
+    codes = nearest(tl.div_rn(x, tl.where(step > 0.0, step, 1.0)[:, None]))
+    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+    error = x - codes * step[:, None]
+    bound = tl.sqrt(tl.sum(error * error, 1)) + rounding * tl.sqrt(tl.sum(x * x, 1))
+    # Upwards: by more than fp32 and fp16 round, and never 0.
+    bound = tl.where(bounded, bound * (1 + 2**-8) + 2**-23, float("inf")).to(tl.float16)
+    low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = bound.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return codes.to(tl.int8), low | high
+
+
+@triton.jit
+def store_compact(
+    x, codes_ptr, factors_ptr, page, offset, valid, stride_page, rounding,
+    TOKENS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Write the compact copy of keys [TOKENS, D] fp32, as they are stored."""
+    codes, factors = compact_encode(x, rounding, TOKENS, D)
+    at = page * stride_page + offset * D
+    tl.store(codes_ptr + at[:, None] + tl.arange(0, D)[None, :], codes, mask=valid[:, None])
+    tl.store(factors_ptr + page * (stride_page // 4) + offset, factors, mask=valid)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _store_index_k_kernel(
     x_ptr, stride_t, stride_d,  # [T, Di]
     slots_ptr, stride_slots,  # [T]
     pool_ptr, stride_page, stride_token,  # [pages, 128, Di]
+    codes_ptr, factors_ptr, stride_compact,  # [pages, 128, Di] int8, [pages, 128] int32
     num_tokens,
     num_slots,
     limit,
-    E4M3: tl.constexpr, TOKENS: tl.constexpr, D: tl.constexpr,
+    rounding,
+    E4M3: tl.constexpr, COMPACT: tl.constexpr, TOKENS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """pool[slot] = round(x)
 
@@ -189,6 +229,32 @@ def _store_index_k_kernel(
     x = tl.load(x_ptr + at, mask=valid[:, None], other=0.0).to(tl.float32)  # [TOKENS, D]
     page, offset = slot // BLOCK, slot % BLOCK
     store_plain(x, pool_ptr, page, offset, valid, stride_page, stride_token, limit, E4M3, False, D)
+    if COMPACT:
+        x = to_storage(x, limit, False, False, pool_ptr.dtype.element_ty).to(tl.float32)
+        store_compact(
+            x, codes_ptr, factors_ptr, page, offset, valid, stride_compact, rounding, TOKENS, D
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pages"])
+def _refresh_kernel(
+    pool_ptr, stride_page, stride_token,  # [pages, 128, Di]
+    pages_ptr, stride_pages,  # [n]
+    codes_ptr, factors_ptr, stride_compact,  # [pages, 128, Di] int8, [pages, 128] int32
+    num_pages,
+    rounding,
+    TOKENS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The compact copy of a page's keys; one program: TOKENS of them."""
+    page = tl.load(pages_ptr + tl.program_id(0).to(tl.int64) * stride_pages).to(tl.int64)
+    if (page < 0) | (page >= num_pages):
+        return
+    offset = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    at = page * stride_page + offset[:, None] * stride_token + tl.arange(0, D)[None, :]
+    x = tl.load(pool_ptr + at).to(tl.float32)
+    store_compact(
+        x, codes_ptr, factors_ptr, page, offset, offset >= 0, stride_compact, rounding, TOKENS, D
+    )  # fmt: skip
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
@@ -234,13 +300,40 @@ def store_index_k(index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.
         slot_mapping.stride(0),
         pool,
         *pool.stride()[:2],
+        *_compact_arguments(index.compact),
         num_tokens,
         index.num_pages * BLOCK_SIZE,
         index.format.max_value,
+        CompactKeys.rounding(dim),
         E4M3=_format_arguments(index.format)["E4M3"],
+        COMPACT=index.compact is not None,
         TOKENS=tokens,
         D=dim,
     )
+
+
+def refresh_compact_keys(index: IndexCache, pages: torch.Tensor) -> None:
+    tokens, keys = 16, index.tensor
+    _refresh_kernel[(len(pages), BLOCK_SIZE // tokens)](
+        keys,
+        *keys.stride()[:2],
+        pages,
+        pages.stride(0),
+        *_compact_arguments(index.compact),
+        index.num_pages,
+        CompactKeys.rounding(index.head_dim),
+        TOKENS=tokens,
+        D=index.head_dim,
+    )
+
+
+def _compact_arguments(
+    compact: CompactKeys | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Codes, both factors of a key as one word, and the bytes from page to page."""
+    if compact is None:
+        return None, None, 0
+    return compact.codes, compact.words, compact.tensor.stride(0)
 
 
 def _tokens_per_program(rows: int) -> int:

@@ -28,6 +28,23 @@ def page_of_block(page_table_ptr, stride_table, request, block, num_pages):
 
 
 @triton.jit
+def nearest(x):
+    """fp32 rounded to whole numbers, ties to even, where these are less than 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def rotate(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """x [ROWS, D] fp32 times the R of :class:`msattn.CompactKeys`."""
+    for i in tl.static_range(7):
+        if (1 << i) < D:
+            even, odd = tl.split(tl.reshape(x, (ROWS, D // 2, 2)))
+            both = tl.join(even + odd, even - odd)
+            x = tl.reshape(tl.permute(both, (0, 2, 1)), (ROWS, D))
+    return x
+
+
+@triton.jit
 def fp8_to_fp16(x, E5M2: tl.constexpr, NATIVE: tl.constexpr):
     """The numbers of fp8 bytes, exact; by shifts where the target has no conversion."""
     if NATIVE:
