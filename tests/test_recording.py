@@ -44,7 +44,8 @@ def test_replayed_launches_are_the_binders() -> None:
         assert step["launches"] > 0
         copied = COPIED if (step["impl"], step["query_len"]) == ("hopper", 70) else []
         assert step["bound_again"] == copied, "calls like an earlier one went through the binder"
-        assert set(step["bound"]) == {"first", "offset", "strided", "fp16", "lse", "scale", "cache"}
+        kinds = {"first", "offset", "strided", "fp16", "lse", "scale", "rows", "cache"}
+        assert set(step["bound"]) == kinds
         assert step["after_growth"] and step["kept"] == [2, 1], step
 
 
@@ -62,6 +63,7 @@ def calls(rows: int, kv_format: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     bf16, fp16 = torch.bfloat16, torch.float16
 
     def call(q: torch.Tensor, cache: Any = first, scale: float = 0.1, lse: bool = False) -> Any:
+        rows = len(q)
         ids = torch.zeros(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         return q, cache, ids, scale, out, torch.zeros(rows, CONFIG.num_q_heads) if lse else None
@@ -77,6 +79,8 @@ def calls(rows: int, kv_format: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "lse", call(q_of(bf16, rows), lse=True)
     yield "", call(q_of(bf16, rows), lse=True)
     yield "scale", call(q_of(bf16, rows), scale=-0.1)
+    yield "rows", call(q_of(bf16, rows + 3))
+    yield "", call(q_of(bf16, rows + 3))
     yield "cache", call(q_of(bf16, rows), cache=other)
     yield "", call(q_of(bf16, rows), cache=other)
     yield "", call(q_of(bf16, rows))

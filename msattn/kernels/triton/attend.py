@@ -51,7 +51,7 @@ def reissue(
     """``issue`` of the rest; a call like an earlier one has the launches of that one."""
     own = (q, block_ids, out, *(x for x in (lse, q_scale) if isinstance(x, torch.Tensor)))
     number = None if isinstance(q_scale, torch.Tensor) else q_scale
-    key = (issue, *map(kind, own), lse is None, block_ids.shape[2], softmax_scale, number)
+    key = (issue, *map(kind, own), lse is None, softmax_scale, number)
     kept = plan.launches(cache)
     recording = kept.get(key)
     if recording is not None:

@@ -1,8 +1,8 @@
 """Launches of a call, to be issued again without Triton's binder.
 
 Before each launch Triton looks at every argument, some 70 of attention, to find the compiled kernel
-that suits them. A call whose tensors have the dtypes, strides and alignment of an earlier call's,
-and all else in common with it, needs the same kernels with other addresses.
+that suits them. A call whose tensors have the dtypes, shapes, strides and alignment of an earlier
+call's, and all else in common with it, needs the same kernels with other addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Step = tuple[Callable[..., object], list[object], list[tuple[int, int]]]
 
 def kind(x: torch.Tensor) -> tuple[object, ...]:
     """All that a launch depends on in a tensor, but for its address: Triton asks for 16 bytes."""
-    return x.dtype, x.stride(), x.data_ptr() % 16
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
 
 
 class Recording:
