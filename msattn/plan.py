@@ -157,11 +157,14 @@ class Plan:
             self._workspaces[key] = memory
         return memory
 
-    def launches(self, cache: object) -> dict[Hashable, Any]:
-        """What an implementation keeps of its launches for ``cache``, until a bound grows."""
-        kept = self._launches.get(cache)
+    def launches(self, owner: object) -> dict[Hashable, Any]:
+        """What an implementation keeps of its launches, until a bound grows.
+
+        ``owner`` is the cache that they read; of stages that read none, the plan itself.
+        """
+        kept = self._launches.get(owner)
         if kept is None:
-            kept = self._launches[cache] = {}
+            kept = self._launches[owner] = {}
         return kept
 
     @property

@@ -1,20 +1,25 @@
 """Replayed launches are those that Triton's binder would make; on a CPU, where nothing is launched.
 
-The comparison runs in a process of its own, as ``python tests/test_recording.py``: kernels are
+The comparison runs in a process of its own, as ``python tests/test_recording.py PART``: kernels are
 compiled ones there, whereas the tests may have the interpreter's. Triton is told that it has a
 Hopper; a compiled kernel is the key it is found by, and a launch is written down.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,131 +28,313 @@ import msattn
 
 CONFIG = msattn.MSAConfig(8, 2, 2, topk=4)
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
+INDEX_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+INDEX_STAGES = ("index_scores", "index_select", "chunked_index_select")
 # Query tokens of a request: tiles that walk their ids, lists, and both schedules.
 QUERY_LENS = (1, 3, 70)
 IMPLS = ("triton", "hopper")
+BLOCKS = 6
 COPIED = [4, 6]
 """Calls whose queries Hopper's kernels for prompts copy first: they are not launches alone."""
 
+# Stage, implementation, format of the cache, query tokens of a request.
+PARTS = {
+    "attend": [*product(["attend"], IMPLS, FORMATS, QUERY_LENS)],
+    "index": [*product(INDEX_STAGES, IMPLS, INDEX_DTYPES, QUERY_LENS)],
+    "selection": [*product(["select_blocks"], ["triton"], ["bf16"], QUERY_LENS)],
+}
+BOUND = {
+    "attend": {"first", "offset", "strided", "fp16", "lse", "scale", "rows", "cache"},
+    "index": {"first", "offset", "strided", "dtype", "out", "constants", "rows", "cache", "empty"},
+    "selection": {"first", "offset", "strided", "storage", "columns", "out", "rows"},
+}
+"""Calls that differ in kind from all before, by name."""
+OWNERS = {"attend": 2, "index": 3, "selection": 1}
+"""Of kept launches: the caches, or the plan itself where there is none."""
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_replayed_launches_are_the_binders() -> None:
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__], env=clean, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(steps) == len(IMPLS) * len(FORMATS) * len(QUERY_LENS)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("part", PARTS)
+def test_replayed_launches_are_the_binders(part: str) -> None:
+    steps = reports_of(part)
+    assert [tuple(step["of"]) for step in steps] == PARTS[part]
     for step in steps:
+        stage, impl, _, query_len = step["of"]
         assert step["differences"] == [], step
         assert step["launches"] > 0
-        copied = COPIED if (step["impl"], step["query_len"]) == ("hopper", 70) else []
+        copied = COPIED if (stage, impl, query_len) == ("attend", "hopper", 70) else []
         assert step["bound_again"] == copied, "calls like an earlier one went through the binder"
-        assert set(step["bound"]) == {"first", "offset", "strided", "fp16", "lse", "scale", "cache"}
-        assert step["after_growth"] and step["kept"] == [2, 1], step
+        filled_alone = {"empty"} if stage == "index_scores" else set()  # nothing is launched
+        assert set(step["bound"]) == BOUND[part] - filled_alone, step
+        assert step["after_growth"] and step["kept"] == [OWNERS[part], 1], step
 
 
-def q_of(dtype: torch.dtype, rows: int, *, offset: int = 0, gap: int = 0) -> torch.Tensor:
-    """Queries ``offset`` elements behind an aligned address, ``gap`` elements between rows."""
-    heads, dim = CONFIG.num_q_heads, CONFIG.head_dim
-    row = heads * dim + gap
-    memory = torch.zeros(rows * row + offset, dtype=dtype)
-    return memory.as_strided((rows, heads, dim), (row, dim, 1), offset)
+@needs_triton
+def test_kept_launches_are_bounded_and_go_with_their_plan() -> None:
+    (report,) = reports_of("kept")
+    assert report == {"kinds": report["most"], "most": report["most"], "last": True, "freed": True}
 
 
-def calls(rows: int, kv_format: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Arguments of attend: names of those that differ in kind from all before, "" for others."""
+def reports_of(part: str) -> list[dict[str, Any]]:
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, part], env=clean, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class Call(NamedTuple):
+    """A call of a stage, and its tensors."""
+
+    name: str  # "" for a call like an earlier one
+    issue: Callable[[msattn.Plan], None]
+    tensors: tuple[torch.Tensor | None, ...]  # all but the plan's
+    out: torch.Tensor  # one of them
+
+
+def rows_of(
+    rows: int, *inner: int, dtype: torch.dtype, offset: int = 0, gap: int = 0, spare: int = 0
+) -> torch.Tensor:
+    """``[rows, *inner]``, ``offset`` elements behind an aligned address.
+
+    ``gap`` elements are between rows, and ``spare`` ones behind the last.
+    """
+    row = math.prod(inner) + gap
+    memory = torch.zeros(rows * row + offset + spare, dtype=dtype)
+    strides = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
+    return memory.as_strided((rows, *inner), (row, *strides), offset)
+
+
+def attend_calls(
+    stage: str, impl: str, kv_format: str, rows: int, columns: int = BLOCKS
+) -> Iterator[Call]:
+    attend = import_module(f"msattn.kernels.{impl}.attend").attend
     first, other = (msattn.KVCache.allocate(9, CONFIG, kv_format) for _ in range(2))
-    bf16, fp16 = torch.bfloat16, torch.float16
 
-    def call(q: torch.Tensor, cache: Any = first, scale: float = 0.1, lse: bool = False) -> Any:
+    def call(
+        name: str,
+        cache: Any = first,
+        scale: float = 0.1,
+        lse: bool = False,
+        rows: int = rows,
+        dtype: torch.dtype = torch.bfloat16,
+        **layout: int,
+    ) -> Call:
+        q = rows_of(rows, CONFIG.num_q_heads, CONFIG.head_dim, dtype=dtype, **layout)
         ids = torch.zeros(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return q, cache, ids, scale, out, torch.zeros(rows, CONFIG.num_q_heads) if lse else None
+        own_lse = torch.zeros(rows, CONFIG.num_q_heads) if lse else None
+        return Call(
+            name,
+            lambda plan: attend(q, cache, ids, plan, scale, 1.0, out, own_lse),
+            (q, ids, out, own_lse, cache.tensor),
+            out,
+        )
 
-    yield "first", call(q_of(bf16, rows))
-    yield "", call(q_of(bf16, rows))
-    yield "offset", call(q_of(bf16, rows, offset=1))
-    yield "", call(q_of(bf16, rows, offset=8))
-    yield "", call(q_of(bf16, rows, offset=17))
-    yield "strided", call(q_of(bf16, rows, gap=8))
-    yield "", call(q_of(bf16, rows, gap=8))
-    yield "fp16", call(q_of(fp16, rows))
-    yield "lse", call(q_of(bf16, rows), lse=True)
-    yield "", call(q_of(bf16, rows), lse=True)
-    yield "scale", call(q_of(bf16, rows), scale=-0.1)
-    yield "cache", call(q_of(bf16, rows), cache=other)
-    yield "", call(q_of(bf16, rows), cache=other)
-    yield "", call(q_of(bf16, rows))
+    yield call("first")
+    yield call("")
+    yield call("offset", offset=1)
+    yield call("", offset=8)
+    yield call("", offset=17)
+    yield call("strided", gap=8)
+    yield call("", gap=8)
+    yield call("fp16", dtype=torch.float16)
+    yield call("lse", lse=True)
+    yield call("", lse=True)
+    yield call("scale", scale=-0.1)
+    yield call("rows", rows=rows + 3)
+    yield call("", rows=rows + 3)
+    yield call("cache", cache=other)
+    yield call("", cache=other)
+    yield call("")
+
+
+def index_calls(
+    stage: str, impl: str, index_format: str, rows: int, columns: int = BLOCKS
+) -> Iterator[Call]:
+    module = import_module(f"msattn.kernels.{impl}.indexer")
+    function = getattr(module, stage.removeprefix("chunked_"))
+    # Rows of 32 scores for each head: three chunks of a few rows.
+    limit = 4 * 32 * CONFIG.num_index_heads * -(-rows // 3) if "chunked" in stage else 256 << 20
+    import_module("msattn.kernels.triton.indexer").SCORE_BYTES = limit
+    keys = INDEX_DTYPES[index_format]
+    (another,) = set(INDEX_DTYPES.values()) - {keys}
+    wide = module.NARROW if impl == "hopper" else module._WIDE_TILE
+    first, other = (msattn.IndexCache.allocate(9, CONFIG, keys) for _ in range(2))
+    empty = msattn.IndexCache.allocate(0, CONFIG, keys)
+
+    def call(
+        name: str,
+        index: msattn.IndexCache = first,
+        rows: int = rows,
+        dtype: torch.dtype = keys,
+        out_gap: int = 0,
+        options: dict[str, Any] | None = None,
+        **layout: int,
+    ) -> Call:
+        index_q = rows_of(
+            rows, CONFIG.num_index_heads, CONFIG.index_head_dim, dtype=dtype, **layout
+        )
+        if stage == "index_scores":
+            out = rows_of(rows, CONFIG.num_index_heads, columns, dtype=torch.float32, gap=out_gap)
+            out = out.transpose(0, 1)
+        else:
+            out = rows_of(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32, gap=out_gap)
+        return Call(
+            name,
+            lambda plan: function(index_q, index, plan, out, **(options or {})),
+            (index_q, out, index.tensor),
+            out,
+        )
+
+    constants = {"constants": wide}
+    yield call("first")
+    yield call("")
+    yield call("offset", offset=1)
+    yield call("", offset=16)
+    yield call("", offset=17)
+    yield call("strided", gap=16)
+    yield call("", gap=16)
+    yield call("dtype", dtype=another)
+    yield call("", dtype=another)
+    yield call("out", out_gap=4)
+    yield call("", out_gap=4)
+    yield call("constants", options=constants)
+    yield call("", options=constants)
+    yield call("rows", rows=rows + 3)
+    yield call("", rows=rows + 3)
+    yield call("cache", index=other)
+    yield call("", index=other)
+    yield call("empty", index=empty)
+    yield call("", index=empty)
+    yield call("")
+
+
+def selection_calls(
+    stage: str, impl: str, index_format: str, rows: int, columns: int = BLOCKS
+) -> Iterator[Call]:
+    select_blocks = import_module(f"msattn.kernels.{impl}.selection").select_blocks
+
+    def call(
+        name: str, rows: int = rows, columns: int = columns, out_gap: int = 0, **layout: int
+    ) -> Call:
+        scores = rows_of(rows, CONFIG.num_index_heads, columns, dtype=torch.float32, **layout)
+        scores = scores.transpose(0, 1)
+        out = rows_of(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32, gap=out_gap)
+        return Call(name, lambda plan: select_blocks(scores, plan, out), (scores, out), out)
+
+    yield call("first")
+    yield call("")
+    yield call("offset", offset=1)
+    yield call("", offset=5)
+    yield call("strided", gap=4)
+    yield call("", gap=4)
+    # The last scores may be read in whole vectors, which are the tensor's memory.
+    yield call("storage", spare=8)
+    yield call("")
+    yield call("", spare=8)
+    yield call("columns", columns=columns - 1)
+    yield call("out", out_gap=4)
+    yield call("", out_gap=4)
+    yield call("rows", rows=rows + 3)
+    yield call("", rows=rows + 3)
+
+
+def plan_of(query_len: int, kv_format: str, columns: int = BLOCKS) -> msattn.Plan:
+    table, lengths = torch.zeros(2, 12, dtype=torch.int32), [query_len] * 2
+    batch = msattn.Batch.from_lists(lengths, lengths, table, max_seq_len=columns * 128)
+    return msattn.make_plan(batch, CONFIG, kv_format)
 
 
 def compare(
-    impl: str, query_len: int, kv_format: str, launched: list[Any], bound: list[str]
+    calls: Callable[..., Iterator[Call]],
+    of: tuple[str, str, str, int],
+    launched: list[Any],
+    bound: list[str],
 ) -> None:
     """Prints, as JSON, how a plan's later calls differ from first calls of other plans."""
-    attend = import_module(f"msattn.kernels.{impl}.attend")
+    *rest, kv_format, query_len = of
+    make_plan = partial(plan_of, query_len, kv_format)
 
-    def make_plan(columns: int = 6) -> msattn.Plan:
-        table = torch.zeros(2, 12, dtype=torch.int32)
-        lengths = [query_len] * 2
-        batch = msattn.Batch.from_lists(lengths, lengths, table, max_seq_len=columns * 128)
-        return msattn.make_plan(batch, CONFIG, kv_format)
-
-    def run(plan: msattn.Plan, call: tuple[Any, ...]) -> tuple[list[Any], bool]:
+    def run(plan: msattn.Plan, call: Call) -> tuple[list[Any], bool]:
         launched.clear()
         bound.clear()
-        q, cache, ids, scale, out, lse = call
-        attend.attend(q, cache, ids, plan, scale, 1.0, out, lse)
-        return [describe(launch, (q, ids, out, lse, *pools(cache))) for launch in launched], bool(
-            bound
-        )
+        for memory in (call.out, *scores_of(plan)):
+            memory.fill_(7)
+        call.issue(plan)
+        hidden = sum(int(memory.isneginf().sum()) for memory in (call.out, *scores_of(plan)))
+        return [hidden, *(describe(launch, call.tensors) for launch in launched)], bool(bound)
 
     plan, differences, names, again = make_plan(), [], [], []
     total = 0
-    listed = list(calls(2 * query_len, kv_format))
-    for i, (name, call) in enumerate(listed):
+    listed = [*calls(*rest, kv_format, 2 * query_len)]  # all live: no two share an address
+    for i, call in enumerate(listed):
         expected, _ = run(make_plan(), call)
         got, was_bound = run(plan, call)
-        total += len(got)
+        total += len(got) - 1
         if got != expected:
             differences.append(i)
-        if name and was_bound:
-            names.append(name)
+        if call.name and was_bound:
+            names.append(call.name)
         elif was_bound:
             again.append(i)
     kept = [len(plan._launches)]
     wider = torch.zeros(2, 12, dtype=torch.int32)
     plan.update(msattn.Batch.from_lists([query_len] * 2, [9 * 128] * 2, wider))
-    got, was_bound = run(plan, listed[0][1])
+    first = next(calls(*rest, kv_format, 2 * query_len, columns=9))
+    got, was_bound = run(plan, first)
     kept.append(len(plan._launches))
     report = {"differences": differences, "launches": total, "bound": names, "bound_again": again}
-    report |= {"kept": kept}
-    report["after_growth"] = was_bound and got == run(make_plan(9), listed[0][1])[0]
-    print(json.dumps({"impl": impl, "query_len": query_len, "kv_format": kv_format, **report}))
+    report |= {"kept": kept, "after_growth": was_bound and got == run(make_plan(9), first)[0]}
+    print(json.dumps({"of": of, **report}))
 
 
-def pools(cache: msattn.KVCache) -> list[torch.Tensor]:
-    assert isinstance(cache.tensor, torch.Tensor)
-    return [cache.tensor, cache.tensor.narrow(3, cache.tensor.shape[3] // 2, 1)]
+def scores_of(plan: msattn.Plan) -> list[torch.Tensor]:
+    """Scores that the plan holds between the two stages of index_select."""
+    return [memory for key, memory in plan._workspaces.items() if key[0] == "index_scores"]
 
 
-def describe(launch: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A launch with addresses by name; those of a plan, which no two share, by size."""
-    names = {x.data_ptr(): i for i, x in enumerate(own) if x is not None}
+def describe(launch: tuple[Any, ...], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A launch with addresses in the call's tensors; those of a plan, which none share, by size."""
+    memory = {
+        x.untyped_storage().data_ptr(): (i, x) for i, x in enumerate(tensors) if x is not None
+    }
 
     def value(x: Any) -> Any:
         if hasattr(x, "base"):  # a descriptor
             return x.shape, x.strides, x.block_shape, value(x.base)
         if not isinstance(x, torch.Tensor):
             return x
-        return names.get(x.data_ptr(), ("plan", tuple(x.shape), x.dtype, x.data_ptr() % 16))
+        found = memory.get(x.untyped_storage().data_ptr())
+        if found is None:
+            return "plan", tuple(x.shape), x.dtype, x.data_ptr() % 16
+        return found[0], x.data_ptr() - found[1].data_ptr()
 
     key, grid, arguments = launch
     return key, grid, [value(x) for x in arguments]
 
 
-def main() -> None:
+def kept_launches(bound: list[str]) -> dict[str, object]:
+    """Of a plan that selects for many numbers of rows: the kinds it keeps, and if it can go."""
+    from msattn.kernels.triton.recording import MAX_KINDS
+
+    plan = plan_of(1, "bf16")
+    for rows in range(2, MAX_KINDS + 9):
+        call = next(selection_calls("select_blocks", "triton", "bf16", rows))
+        call.issue(plan)
+    kinds = len(plan.launches(plan))
+    bound.clear()
+    call.issue(plan)
+    gc.disable()
+    alive = weakref.ref(plan)
+    del plan
+    return {"kinds": kinds, "most": MAX_KINDS, "last": not bound, "freed": alive() is None}
+
+
+def main(part: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
@@ -194,11 +381,13 @@ def main() -> None:
     msattn.arch.capability = launch.capability = lambda device: (9, 0)
     launch.num_processors = lambda device: 132
     attend_decode.pays = lambda *_: True
-    for impl in IMPLS:
-        for kv_format in FORMATS:
-            for query_len in QUERY_LENS:
-                compare(impl, query_len, kv_format, launched, bound)
+    if part == "kept":
+        print(json.dumps(kept_launches(bound)))
+        return
+    calls = {"attend": attend_calls, "index": index_calls, "selection": selection_calls}[part]
+    for of in PARTS[part]:
+        compare(calls, of, launched, bound)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

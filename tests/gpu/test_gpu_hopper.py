@@ -152,6 +152,21 @@ def test_a_block_that_every_token_chose(
     assert_bitwise_equal("lse", lse_again, lse)
 
 
+def test_one_plan_serves_more_rows_than_before() -> None:
+    """What it keeps of a shorter step does not end the queries of a longer one."""
+    shorter, longer = (
+        make(Case("rows", query_lens, (900, 300), PREFILL.config), device=DEVICE)
+        for query_lens in ((90, 4), (130, 70))
+    )
+    kept = make(PREFILL, device=DEVICE).plan()
+    for inputs in (shorter, longer, shorter):
+        ids, outs = make_block_ids(inputs), []
+        for plan in (kept, make(PREFILL, device=DEVICE).plan()):
+            plan.update(inputs.batch)
+            outs.append(msattn.attend(inputs.q, longer.cache, ids, plan, impl="hopper"))
+        assert_bitwise_equal("out", *outs)
+
+
 def large(kv_format: str, *, shared: bool) -> tuple[Inputs, torch.Tensor]:
     """4,096 tokens after 60K: neighbours choose the same blocks, or any."""
     case = Case("large", (3000, 1096), (65536 + 77, 4000), M3)

@@ -135,6 +135,30 @@ def test_large_steps_of_real_numbers_are_the_twins(fmt: str, products: int, seed
     assert_same_ids("block_ids", selection_of(inputs), want_ids)
 
 
+@pytest.mark.parametrize("chunk_bytes", [256 << 20, 1 << 13])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_plan_serves_other_tensors(
+    fmt: str, chunk_bytes: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other addresses, alignments and strides; a plan keeps the launches of each kind."""
+    monkeypatch.setattr(twin, "SCORE_BYTES", chunk_bytes)
+    inputs = make(MIXED, seed=seed, index_format=fmt, query_dtype=FORMATS[fmt], device=DEVICE)
+    plan, index, q = inputs.plan(), inputs.index, inputs.index_q
+    row = q.shape[1] * q.shape[2]
+    for i, (offset, gap) in enumerate([(0, 0), (16, 0), (1, 0), (0, 16), (1, 0), (0, 0)]):
+        memory = q.new_empty(offset + len(q) * (row + gap))
+        moved = memory.as_strided(q.shape, (row + gap, q.shape[2], 1), offset)
+        moved.copy_(q.roll(i, 0))
+        want = msattn.index_scores(moved, index, plan, impl="reference")
+        scores = poisoned(want.shape, torch.float32, DEVICE)
+        msattn.index_scores(moved, index, plan, out=scores, impl="hopper")
+        assert_bitwise_equal("scores", scores, want)
+        want_ids = msattn.select_blocks(want, plan, impl="reference")
+        ids = torch.full_like(want_ids, GARBAGE)
+        msattn.index_select(moved, index, plan, out=ids, impl="hopper")
+        assert_same_ids("block_ids", ids, want_ids)
+
+
 def test_a_graph_is_replayed_for_another_step() -> None:
     config = make_config(1, 4, topk=4)
     first = make(Case("first", (200, 3), (2000, 1000), config), device=DEVICE)

@@ -259,6 +259,31 @@ def test_plan_updated_in_place(seed: int, device: torch.device) -> None:
     assert (scores[..., want.shape[2] :] == -math.inf).all()
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
+def test_one_plan_serves_other_tensors(fmt: str, seed: int, device: torch.device) -> None:
+    """Of other addresses, alignments and strides; a plan keeps the launches of each kind."""
+    case = Case("kinds", (1, 3), (300, 131), make_config(topk=2))
+    dtype = torch.float8_e4m3fn if fmt == "fp8_e4m3" else torch.bfloat16
+    inputs = make(case, seed=seed, index_format=fmt, query_dtype=dtype, device=device)
+    plan, index, q = inputs.plan(), inputs.index, inputs.index_q
+    row, shape = q.shape[1] * q.shape[2], (2, 4, plan.num_blocks)
+    for i, (offset, gap) in enumerate([(0, 0), (16, 0), (1, 0), (0, 16), (1, 0), (0, 0)]):
+        memory = q.new_empty(offset + len(q) * (row + gap))
+        moved = memory.as_strided(q.shape, (row + gap, q.shape[2], 1), offset)
+        moved.copy_(q.roll(i, 0))
+        want = msattn.index_scores(moved, index, plan, impl="reference")
+        scores = poisoned(shape, torch.float32, device)
+        msattn.index_scores(moved, index, plan, out=scores, impl="triton")
+        assert_bitwise_equal("scores", scores, want)
+        want_ids = msattn.select_blocks(want, plan, impl="reference")
+        ids = torch.full_like(want_ids, GARBAGE)
+        msattn.index_select(moved, index, plan, out=ids, impl="triton")
+        assert_same_ids("block_ids", ids, want_ids)
+        ids.fill_(GARBAGE)
+        msattn.select_blocks(scores, plan, out=ids, impl="triton")
+        assert_same_ids("block_ids of the scores", ids, want_ids)
+
+
 @pytest.mark.parametrize(
     ("num_tiles", "num_blocks", "room"), [(1, 1, 264), (1, 8192, 264), (64, 1024, 264), (5, 3, 1)]
 )

@@ -35,7 +35,7 @@ def attend(
 ) -> None:
     """:func:`msattn.attend`; a call like an earlier one has the launches of that one."""
     issue = _attend_few if plan.max_query_len <= MAX_FEW_QUERIES else _attend_many
-    twin.reissue(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+    twin.attend_by(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
 
 
 def _attend_many(

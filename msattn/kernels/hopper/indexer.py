@@ -16,7 +16,7 @@ so few tokens that it is bound by memory: it reads the keys at the memory's spee
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...cache import IndexCache
 from ...plan import Plan
 from ..triton import indexer as twin
-from ..triton import launch
+from ..triton import launch, recording
 from ..triton.tiles import row_position
 from .attend_union import BLOCK, Area, D, area, descriptor
 
@@ -424,9 +424,21 @@ def index_scores(
     if not can_read(index):
         twin.index_scores(index_q, index, plan, out)
         return
+    arguments = (index_q, index, plan, out)
+    recording.reissue(
+        plan.launches(index), (index_q, out), None, _score, *arguments, constants=constants
+    )
+
+
+def _score(
+    index_q: torch.Tensor, index: IndexCache, plan: Plan, out: torch.Tensor, **options: Any
+) -> None:
+    """The launches of :func:`index_scores`."""
     request = plan.tiles(1).request
     heads, rows, blocks = out.shape
-    _hide_kernel[(rows, heads)](
+    recording.start(
+        _hide_kernel,
+        (rows, heads),
         out,
         *out.stride(),
         request,
@@ -438,7 +450,7 @@ def index_scores(
         CHUNK=256,
         num_warps=1,
     )
-    score_rows(index_q, index, plan, out, 0, constants=constants)
+    score_rows(index_q, index, plan, out, 0, **options)
 
 
 def index_select(
@@ -476,7 +488,9 @@ def score_rows(
         return
     facts = plan.workspace("index_tiles", (4, num_tiles), torch.int32)
     ends = plan.workspace("index_ends", (num_tiles + 1,), torch.int32)
-    _list_kernel[(1,)](
+    recording.start(
+        _list_kernel,
+        (1,),
         facts,
         ends,
         *tiles,
@@ -494,7 +508,9 @@ def score_rows(
     rows = page_area(index)
     assert rows is not None
     chosen = constants or (NARROW if keys.element_size() == 1 else WIDE)
-    _scores_kernel[(launch.num_processors(keys.device),)](
+    recording.start(
+        _scores_kernel,
+        (launch.num_processors(keys.device),),
         descriptor(keys, rows.shape, keys.stride(1), (BLOCK.value, D.value)),
         rows.page_rows,
         index.num_pages,

@@ -13,7 +13,7 @@ import torch
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from . import attend_kv_major, attend_union, dequantize
-from .recording import kind, record
+from .recording import reissue
 
 MIN_QUERY_LEN = 64
 """Query tokens of a request from which the KV-major schedule can pay: enough picks for a page."""
@@ -34,10 +34,10 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     """:func:`msattn.attend`"""
-    reissue(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+    attend_by(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
 
 
-def reissue(
+def attend_by(
     issue: Callable[..., None],
     q: torch.Tensor,
     cache: KVCache,
@@ -48,19 +48,12 @@ def reissue(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """``issue`` of the rest; a call like an earlier one has the launches of that one."""
+    """:func:`msattn.attend` with the launches of ``issue``, or of an earlier call like this one."""
     own = (q, block_ids, out, *(x for x in (lse, q_scale) if isinstance(x, torch.Tensor)))
     number = None if isinstance(q_scale, torch.Tensor) else q_scale
-    key = (issue, *map(kind, own), lse is None, block_ids.shape[2], softmax_scale, number)
-    kept = plan.launches(cache)
-    recording = kept.get(key)
-    if recording is not None:
-        recording.replay(own)
-        return
-    with record(own) as recording:
-        issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-    if recording.complete:
-        kept[key] = recording
+    key = (lse is None, softmax_scale, number)
+    arguments = (q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+    reissue(plan.launches(cache), own, key, issue, *arguments)
 
 
 def issue(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +36,7 @@ from .index_tiles import (
     tile_facts,
 )
 from .launch import can_copy_in_bulk, has_native_fp8, num_processors, page_descriptor, raw
+from .recording import fill, reissue, start
 from .selection import select_rows
 from .tiles import BLOCK, page_of_block
 
@@ -142,9 +144,18 @@ def index_scores(
     constants: Constants | None = None,
     num_splits: int | None = None,
 ) -> None:
-    out.fill_(-math.inf)
+    arguments = (index_q, index, plan, out)
+    options = {"constants": constants, "num_splits": num_splits}
+    reissue(plan.launches(index), (index_q, out), None, _score, *arguments, **options)
+
+
+def _score(
+    index_q: torch.Tensor, index: IndexCache, plan: Plan, out: torch.Tensor, **options: Any
+) -> None:
+    """The launches of :func:`index_scores`."""
+    fill(out, -math.inf)
     if index.num_pages:
-        score_rows(index_q, index, plan, out, 0, constants=constants, num_splits=num_splits)
+        score_rows(index_q, index, plan, out, 0, **options)
 
 
 def index_select(
@@ -168,9 +179,22 @@ def select_by(
     index: IndexCache,
     plan: Plan,
     out: torch.Tensor,
-    **options: object,
+    **options: Any,
 ) -> None:
     """:func:`msattn.index_select` with the scores of ``score``, which is like score_rows."""
+    arguments = (score, index_q, index, plan, out)
+    reissue(plan.launches(index), (index_q, out), score, _select, *arguments, **options)
+
+
+def _select(
+    score: Callable[..., None],
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+    **options: Any,
+) -> None:
+    """The launches of :func:`select_by`, for as many rows at a time as there is memory for."""
     tokens, heads, _ = index_q.shape
     # Rows begin where a 128-byte line does, for the selection that reads them.
     width = triton.cdiv(plan.num_blocks, 32) * 32
@@ -180,15 +204,15 @@ def select_by(
     memory = plan.workspace("index_scores", (max(held, heads * width),), torch.float32)
     chunk = max(1, held // (heads * width)) if width else tokens
     for first_row in range(0, tokens, chunk):
-        ids = out[first_row : first_row + chunk]
-        scores = memory[: len(ids) * heads * width].view(heads, len(ids), width)
+        rows = min(chunk, tokens - first_row)
+        scores = memory[: rows * heads * width].view(heads, rows, width)
         scores = scores[..., : plan.num_blocks]
         # The selection reads a row's visible blocks alone, and those are written.
         if index.num_pages:
             score(index_q, index, plan, scores, first_row, **options)
         else:
-            scores.fill_(-math.inf)
-        select_rows(scores, plan, ids, first_row)
+            fill(scores, -math.inf)
+        select_rows(scores, plan, out, first_row)
 
 
 def score_rows(
@@ -227,7 +251,9 @@ def score_rows(
         queries, keys = raw(queries), raw(keys)
     warpgroups = has_warpgroups(capability(index_q.device))
     tma = warpgroups and keys.dtype == index_q.dtype and can_copy_in_bulk(keys)
-    _index_scores_kernel[(num_tiles, num_splits)](
+    start(
+        _index_scores_kernel,
+        (num_tiles, num_splits),
         queries,
         *queries.stride(),
         keys,

@@ -1,14 +1,14 @@
 """Launches of a call, to be issued again without Triton's binder.
 
 Before each launch Triton looks at every argument, some 70 of attention, to find the compiled kernel
-that suits them. A call whose tensors have the dtypes, strides and alignment of an earlier call's,
-and all else in common with it, needs the same kernels with other addresses.
+that suits them. A call whose tensors have the dtypes, shapes, strides and alignment of an earlier
+call's, and all else in common with it, needs the same kernels with other addresses.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,13 +20,16 @@ from triton.compiler import CompiledKernel
 TRITON_VERSIONS = ("3.6.",)
 """Whose compiled kernels are known to take all arguments of the source, in its order."""
 
+MAX_KINDS = 64
+"""Of calls whose launches are kept for one cache: a plan may be updated to any number of rows."""
+
 Step = tuple[Callable[..., object], list[object], list[tuple[int, int]]]
 """What is called, with which arguments, and which of them are a call's own: (argument, tensor)."""
 
 
 def kind(x: torch.Tensor) -> tuple[object, ...]:
     """All that a launch depends on in a tensor, but for its address: Triton asks for 16 bytes."""
-    return x.dtype, x.stride(), x.data_ptr() % 16
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
 
 
 class Recording:
@@ -43,7 +46,8 @@ class Recording:
     def add(self, call: Callable[..., object], arguments: list[object]) -> None:
         own = []
         for at, x in enumerate(arguments):
-            # A descriptor has a tensor, and all else of it is of the tensor's kind.
+            # A descriptor has a tensor, and all else of it is of the tensor's kind. A launch takes
+            # no more than the address, so a view of another dtype is as good as the tensor.
             tensor = getattr(x, "base", x)
             if isinstance(tensor, torch.Tensor) and tensor.data_ptr() in self._own:
                 own.append((at, self._own[tensor.data_ptr()]))
@@ -82,6 +86,34 @@ def record(own: Sequence[torch.Tensor]) -> Iterator[Recording]:
         _RECORDING.reset(token)
 
 
+def reissue(
+    kept: dict[Hashable, Recording],
+    own: Sequence[torch.Tensor],
+    key: Hashable,
+    issue: Callable[..., None],
+    *arguments: Any,
+    **options: Hashable,
+) -> None:
+    """``issue(*arguments, **options)``; a call like an earlier one has the launches of that one.
+
+    Args:
+        kept: launches of calls that have all in common but for what is said here.
+        own: the tensors that differ between calls.
+        key: what the launches depend on besides the kinds of ``own`` and the options.
+    """
+    key = (issue, key, *map(kind, own), *options.values())
+    recording = kept.get(key)
+    if recording is not None:
+        recording.replay(own)
+        return
+    with record(own) as recording:
+        issue(*arguments, **options)
+    if recording.complete:
+        if len(kept) >= MAX_KINDS:
+            del kept[next(iter(kept))]
+        kept[key] = recording
+
+
 def start(kernel: Any, grid: tuple[int, ...], /, *args: object, **kwargs: Any) -> None:
     """``kernel[grid](*args, **kwargs)``, recorded if its call is."""
     compiled = kernel[grid](*args, **kwargs)
@@ -105,7 +137,17 @@ def decline() -> None:
 
 def zero(x: torch.Tensor) -> None:
     """``x.zero_()``, recorded if its call is."""
-    x.zero_()
+    _change(torch.Tensor.zero_, x)
+
+
+def fill(x: torch.Tensor, value: float) -> None:
+    """``x.fill_(value)``, recorded if its call is."""
+    _change(torch.Tensor.fill_, x, value)
+
+
+def _change(method: Callable[..., object], x: torch.Tensor, *arguments: object) -> None:
+    """``x`` is the plan's, or the whole of a tensor of the call's own: a part has its address."""
+    method(x, *arguments)
     recording = _RECORDING.get()
     if recording is not None:
-        recording.add(x.zero_, [])
+        recording.add(method, [x, *arguments])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ...plan import Plan
+from . import recording
 from .support import MAX_BLOCKS
 from .tiles import BLOCK, row_position
 
@@ -166,7 +167,7 @@ def select_row(
 
 @triton.jit(do_not_specialize=["num_owned", "first_row", "max_visible"])
 def _select_kernel(
-    scores_ptr, stride_h, stride_t, stride_b,  # [Hi, T, B]
+    scores_ptr, stride_h, stride_t, stride_b,  # [Hi, rows from first_row on, B]
     out_ptr, stride_ot, stride_oh, stride_ok,  # [T, Hkv, K]
     request_ptr,  # [num_owned]
     cu_seqlens_ptr,  # [R + 1]
@@ -189,7 +190,7 @@ def _select_kernel(
         position = row_position(row_of_step, request, cu_seqlens_ptr, seq_lens_ptr)
         visible = tl.minimum(tl.maximum((position + BLOCK) // BLOCK, 0), max_visible)
     row_ptr = scores_ptr + head * stride_h + row.to(tl.int64) * stride_t
-    row_out_ptr = out_ptr + row.to(tl.int64) * stride_ot + head * stride_oh
+    row_out_ptr = out_ptr + row_of_step.to(tl.int64) * stride_ot + head * stride_oh
     select_row(
         row_ptr, stride_b, row_out_ptr, stride_ok, visible,
         TOPK, INIT, LOCAL, CHUNK, CHUNKS, VECTOR,
@@ -197,16 +198,22 @@ def _select_kernel(
 
 
 def select_blocks(scores: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
-    select_rows(scores, plan, out)
+    key = reads_vectors(scores)
+    recording.reissue(plan.launches(plan), (scores, out), key, select_rows, scores, plan, out)
 
 
 def select_rows(scores: torch.Tensor, plan: Plan, out: torch.Tensor, first_row: int = 0) -> None:
-    """Ids ``out`` ``[n, Hkv, topk]`` of the step's rows from ``first_row`` on, by their scores."""
+    """Ids of the step's rows from ``first_row`` on, by their scores ``[Hi, n, B]``.
+
+    ``out`` ``[T, Hkv, topk]`` is of all rows of the step.
+    """
     config, request = plan.config, plan.tiles(1).request
     heads, rows, columns = scores.shape
     assert min(plan.num_blocks, columns) <= MAX_BLOCKS
     chunk, chunks, warps = chunks_of(columns, config.topk)
-    _select_kernel[(rows, heads)](
+    recording.start(
+        _select_kernel,
+        (rows, heads),
         scores,
         *scores.stride(),
         out,
