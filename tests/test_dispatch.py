@@ -28,13 +28,15 @@ def arguments(stage: str) -> tuple[Any, ...]:
     """Positional arguments of a stage: two tokens of one request, bf16 but for what is fixed."""
     batch = Batch.from_lists([T], [T], [[0]])
     plan = make_plan(batch, CONFIG, "fp8")
-    cache, index = KVCache.allocate(1, CONFIG, "fp8"), IndexCache.allocate(1, CONFIG, "fp16")
+    cache = KVCache.allocate(1, CONFIG, "fp8")
+    index = IndexCache.allocate(1, CONFIG, "fp16", compact=True)
     slots = torch.arange(T)
     heads, kv_heads = (torch.ones(T, n, 128, dtype=torch.bfloat16) for n in (4, 2))
     ids = torch.zeros(T, 2, 4, dtype=torch.int32)
     return {
         "store_kv": (kv_heads, kv_heads, cache, slots),
         "store_index_k": (kv_heads[:, 0], index, slots),
+        "refresh_compact_keys": (index,),
         "index_scores": (kv_heads, index, plan),
         "select_blocks": (torch.zeros(2, T, 1), plan),
         "index_select": (kv_heads, index, plan),
@@ -229,6 +231,7 @@ FP8, FP16, BF16 = msattn.KV_FORMATS["fp8_e4m3"], msattn.KV_FORMATS["fp16"], torc
 PROBLEMS = {
     "store_kv": Problem("store_kv", CPU, None, FP8, BF16),
     "store_index_k": Problem("store_index_k", CPU, None, FP16, BF16),
+    "refresh_compact_keys": Problem("refresh_compact_keys", CPU, None, FP16),
     "index_scores": Problem("index_scores", CPU, CONFIG, FP16, BF16, 1, max_query_len=2),
     "select_blocks": Problem("select_blocks", CPU, CONFIG, num_blocks=1),
     "index_select": Problem("index_select", CPU, CONFIG, FP16, BF16, 1, max_query_len=2),

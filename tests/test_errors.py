@@ -41,9 +41,10 @@ class World:
     def __init__(self) -> None:
         self.cache = KVCache.allocate(PAGES, CONFIG)
         self.index = IndexCache.allocate(PAGES, CONFIG)
+        self.compact_index = IndexCache.allocate(PAGES, CONFIG, compact=True)
         self.plan = make_plan(step(), CONFIG, "bf16")
         self.slots = torch.tensor([128, 129, 260])
-        for pool in (self.cache.tensor, self.index.tensor):
+        for pool in (self.cache.tensor, self.index.tensor, self.compact_index.tensor):
             assert isinstance(pool, torch.Tensor)
             pool.fill_(1.0)
         self.out = torch.ones(TOKENS, 4, 128, dtype=torch.bfloat16)
@@ -66,6 +67,7 @@ class World:
                 "index": self.index,
                 "slot_mapping": self.slots,
             },
+            "refresh_compact_keys": {"index": self.compact_index, "pages": int32(0, 2)},
             "index_scores": {**query, "out": self.scores},
             "select_blocks": {
                 "scores": torch.zeros(2, TOKENS, BLOCKS),
@@ -107,7 +109,8 @@ class World:
     def state(self) -> list[torch.Tensor]:
         """A copy of all that a call could change."""
         plan = self.plan
-        pools = [self.cache.tensor, self.index.tensor]
+        assert self.compact_index.compact is not None
+        pools = [self.cache.tensor, self.index.tensor, self.compact_index.compact.tensor]
         buffers = [self.out, self.lse, self.scores, self.ids]
         tables = [plan.cu_seqlens_q, plan.seq_lens, plan.page_table]
         bounds = torch.tensor([plan.max_query_len, plan.max_seq_len, plan.num_tokens])
@@ -154,6 +157,7 @@ TENSORS = [
     ("store_kv", "slot_mapping", SLOTS, "[T=3]"),
     ("store_index_k", "index_k", MODEL, "[T, Di=128]"),
     ("store_index_k", "slot_mapping", SLOTS, "[T=3]"),
+    ("refresh_compact_keys", "pages", SLOTS, "[n]"),
     ("index_scores", "index_q", QUERY, "[T, Hi=2, Di=128]"),
     ("index_scores", "out", "torch.float32", "[Hi=2, T=3, num_blocks=2]"),
     ("select_blocks", "scores", "torch.float32", "[Hi=2, T, B]"),
@@ -189,7 +193,7 @@ def tensor_cases() -> Iterator[Case]:
             (lambda x: x.to("meta"), ValueError, "device cpu, got meta"),
         ]
         for spoil, error, message in spoiled:
-            sizes_are_free = shape.endswith(("B]", "K]")) and spoil is spoiled[3][0]
+            sizes_are_free = shape.endswith(("B]", "K]", "[n]")) and spoil is spoiled[3][0]
             if not sizes_are_free:
                 yield Case(call(stage, name, spoil), error, f"{name}: expected {message}", stage)
 
@@ -197,6 +201,7 @@ def tensor_cases() -> Iterator[Case]:
 OBJECTS = [
     ("store_kv", "cache", "KVCache"),
     ("store_index_k", "index", "IndexCache"),
+    ("refresh_compact_keys", "index", "IndexCache"),
     ("index_scores", "index", "IndexCache"),
     ("index_scores", "plan", "Plan"),
     ("select_blocks", "plan", "Plan"),
@@ -227,6 +232,9 @@ OTHER_WIDTH = MSAConfig(4, 2, 2, head_dim=64, index_head_dim=64)
 LARGE_PLAN = make_plan(step(query_lens=[2, 2]), CONFIG, "bf16")
 FP8_QUERY = zeros(TOKENS, 4, 128, dtype=F8)
 
+COMPACT_KEYS = zeros(3, 128, 128)
+COMPACT = zeros(3, 16896, dtype=torch.uint8)
+
 STAGES = [
     stage_case(
         "store_kv",
@@ -239,6 +247,12 @@ STAGES = [
         ValueError,
         "slot_mapping: expected slots below 384 (3 pages), got 1000",
         slot_mapping=int32(0, 1, 1000),
+    ),
+    stage_case(
+        "refresh_compact_keys",
+        ValueError,
+        "index: expected an IndexCache with compact keys, got one without",
+        index=lambda w: w.index,
     ),
     stage_case(
         "store_index_k",
@@ -689,6 +703,63 @@ CACHES = [
             ),
         )
     ),
+    *(
+        case(
+            "IndexCache",
+            lambda w, keys=keys, compact=compact: IndexCache.from_tensor(
+                keys, CONFIG, compact=compact
+            ),
+            error,
+            f"compact: expected {message}",
+        )
+        for keys, compact, error, message in (
+            (COMPACT_KEYS, 16896, TypeError, "a torch.Tensor, got int"),
+            (
+                zeros(3, 128, 128, dtype=F8),
+                COMPACT,
+                NotImplementedError,
+                "index keys of bf16 or fp16, which it halves, got fp8_e4m3 keys",
+            ),
+            (
+                COMPACT_KEYS,
+                zeros(3, 16896, dtype=torch.int8),
+                TypeError,
+                "dtype torch.uint8, got torch.int8",
+            ),
+            (COMPACT_KEYS, COMPACT[1:], ValueError, "shape [pages=3, bytes=16896], got [2, 16896]"),
+            (COMPACT_KEYS, COMPACT.to("meta"), ValueError, "device cpu, got meta"),
+            (
+                COMPACT_KEYS,
+                zeros(3, 16898, dtype=torch.uint8)[:, :16896],
+                ValueError,
+                "strides [a multiple of 4, 1], got strides [16898, 1]",
+            ),
+            (
+                COMPACT_KEYS,
+                zeros(16896, 3, dtype=torch.uint8).T,
+                ValueError,
+                "strides [a multiple of 4, 1], got strides [1, 3]",
+            ),
+            (
+                COMPACT_KEYS,
+                zeros(3, 16900, dtype=torch.uint8)[:, 2:16898],
+                ValueError,
+                "a storage offset of a multiple of 4 bytes, got 2",
+            ),
+        )
+    ),
+    *(
+        case(
+            "IndexCache",
+            lambda w, change=change: IndexCache.allocate(2, *change, compact=True),
+            NotImplementedError,
+            f"compact: expected {message}",
+        )
+        for change, message in (
+            ((CONFIG, "fp32"), "index keys of bf16 or fp16, which it halves, got fp32 keys"),
+            ((MSAConfig(4, 2, 2, index_head_dim=48),), "index_head_dim=32, 64 or 128, got 48"),
+        )
+    ),
     case(
         "IndexCache",
         lambda w: IndexCache.from_tensor(w.index.tensor, None),
@@ -810,8 +881,8 @@ DISPATCH = [
         (
             {"stage": "select", "impl": "auto"},
             ValueError,
-            "stage: expected store_kv, store_index_k, index_scores, select_blocks, index_select, "
-            "attend or merge_states, got 'select'",
+            "stage: expected store_kv, store_index_k, refresh_compact_keys, index_scores, "
+            "select_blocks, index_select, attend or merge_states, got 'select'",
         ),
         (
             {"stage": "attend", "impl": None},

@@ -199,6 +199,7 @@ def test_public_names() -> None:
         "BLOCK_SIZE",
         "KV_FORMATS",
         "Batch",
+        "CompactKeys",
         "IndexCache",
         "KVCache",
         "KVFormat",
@@ -209,6 +210,7 @@ def test_public_names() -> None:
         "index_select",
         "make_plan",
         "merge_states",
+        "refresh_compact_keys",
         "select_blocks",
         "sparse_attention",
         "store_index_k",
@@ -253,6 +255,7 @@ def resolve(name: str) -> Callable[..., object]:
 POSITIONAL = {
     "store_kv": ["k", "v", "cache", "slot_mapping"],
     "store_index_k": ["index_k", "index", "slot_mapping"],
+    "refresh_compact_keys": ["index", "pages"],
     "index_scores": ["index_q", "index", "plan"],
     "select_blocks": ["scores", "plan"],
     "index_select": ["index_q", "index", "plan"],
@@ -277,6 +280,7 @@ POSITIONAL = {
     "KVCache.dequantize": ["self", "dtype"],
     "IndexCache.allocate": ["num_pages", "config", "dtype"],
     "IndexCache.from_tensor": ["tensor", "config", "dtype"],
+    "CompactKeys.page_bytes": ["head_dim"],
     "Batch": ["cu_seqlens_q", "seq_lens", "page_table"],
     "Batch.from_lists": ["query_lens", "seq_lens", "page_table"],
     "MSAConfig.from_hf": ["config", "tp_size"],
@@ -286,6 +290,7 @@ POSITIONAL = {
 KEYWORDS = {
     "store_kv": {"impl": "auto"},
     "store_index_k": {"impl": "auto"},
+    "refresh_compact_keys": {"impl": "auto"},
     "index_scores": {"out": None, "impl": "auto"},
     "select_blocks": {"out": None, "impl": "auto"},
     "index_select": {"out": None, "impl": "auto"},
@@ -302,7 +307,8 @@ KEYWORDS = {
     "why_not": {"impl": inspect.Parameter.empty, "plan": None, "device": None},
     "KVCache.allocate": {"device": None, "k_scale": None, "v_scale": None},
     "KVCache.from_tensor": {"k_scale": None, "v_scale": None},
-    "IndexCache.allocate": {"device": None},
+    "IndexCache.allocate": {"compact": False, "device": None},
+    "IndexCache.from_tensor": {"compact": None},
     "Batch": {
         "max_query_len": inspect.Parameter.empty,
         "max_seq_len": inspect.Parameter.empty,
@@ -325,7 +331,7 @@ def test_no_public_function_is_without_a_pinned_signature() -> None:
     functions = {name for name, value in public_objects() if not inspect.isclass(value)}
     formats = {"KVFormat.page_shape", "KVFormat.bytes_per_page", "KVFormat.bytes_per_token"}
     for_kernels = {"KVFormat.parse", "KVCache.nvfp4_views"}
-    for_kernels |= {"Plan.tiles", "Plan.workspace", "Plan.launches"}
+    for_kernels |= {"Plan.tiles", "Plan.workspace", "Plan.launches", "CompactKeys.rounding"}
     assert functions - formats - for_kernels == set(POSITIONAL) - {"Batch"}
 
 

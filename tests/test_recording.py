@@ -41,6 +41,7 @@ COPIED = [4, 6]
 PARTS = {
     "attend": [*product(["attend"], IMPLS, FORMATS, QUERY_LENS)],
     "index": [*product(INDEX_STAGES, IMPLS, INDEX_DTYPES, QUERY_LENS)],
+    "compact": [*product(["compact_index_select"], ["triton"], ["bf16"], QUERY_LENS[:2])],
     "selection": [*product(["select_blocks"], ["triton"], ["bf16"], QUERY_LENS)],
 }
 BOUND = {
@@ -48,8 +49,9 @@ BOUND = {
     "index": {"first", "offset", "strided", "dtype", "out", "constants", "rows", "cache", "empty"},
     "selection": {"first", "offset", "strided", "storage", "columns", "out", "rows"},
 }
+BOUND["compact"] = BOUND["index"]
 """Calls that differ in kind from all before, by name."""
-OWNERS = {"attend": 2, "index": 3, "selection": 1}
+OWNERS = {"attend": 2, "index": 3, "compact": 3, "selection": 1}
 """Of kept launches: the caches, or the plan itself where there is none."""
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -156,14 +158,17 @@ def index_calls(
     stage: str, impl: str, index_format: str, rows: int, columns: int = BLOCKS
 ) -> Iterator[Call]:
     module = import_module(f"msattn.kernels.{impl}.indexer")
-    function = getattr(module, stage.removeprefix("chunked_"))
+    function = getattr(module, stage.removeprefix("chunked_").removeprefix("compact_"))
+    compact = stage == "compact_index_select"
+    import_module("msattn.kernels.triton.indexer_compact").MIN_PAGES = 0
     # Rows of 32 scores for each head: three chunks of a few rows.
     limit = 4 * 32 * CONFIG.num_index_heads * -(-rows // 3) if "chunked" in stage else 256 << 20
     import_module("msattn.kernels.triton.indexer").SCORE_BYTES = limit
     keys = INDEX_DTYPES[index_format]
     (another,) = set(INDEX_DTYPES.values()) - {keys}
-    wide = module.NARROW if impl == "hopper" else module._WIDE_TILE
-    first, other = (msattn.IndexCache.allocate(9, CONFIG, keys) for _ in range(2))
+    tiles = import_module("msattn.kernels.triton.index_tiles")
+    wide = module.NARROW if impl == "hopper" else tiles._WIDE_TILE
+    first, other = (msattn.IndexCache.allocate(9, CONFIG, keys, compact=compact) for _ in range(2))
     empty = msattn.IndexCache.allocate(0, CONFIG, keys)
 
     def call(
@@ -384,7 +389,7 @@ def main(part: str) -> None:
     if part == "kept":
         print(json.dumps(kept_launches(bound)))
         return
-    calls = {"attend": attend_calls, "index": index_calls, "selection": selection_calls}[part]
+    calls = {"attend": attend_calls, "selection": selection_calls}.get(part, index_calls)
     for of in PARTS[part]:
         compare(calls, of, launched, bound)
 

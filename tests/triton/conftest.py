@@ -23,15 +23,7 @@ if not HAS_GPU:
     if "triton" in sys.modules:
         raise pytest.UsageError("tests/triton needs a run of its own: pytest tests/triton")
     os.environ["TRITON_INTERPRET"] = "1"
-    for stem in (
-        "store",
-        "indexer",
-        "indexer_compact",
-        "selection",
-        "attend",
-        "combine",
-        "refresh",
-    ):
+    for stem in ("store", "indexer", "selection", "attend", "combine", "refresh"):
         import_module(f"msattn.kernels.triton.{stem}")
     for stem in ("attend", "indexer"):  # some of their kernels are Triton's
         import_module(f"msattn.kernels.hopper.{stem}")

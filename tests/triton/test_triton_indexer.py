@@ -13,7 +13,7 @@ import torch
 
 import msattn
 from msattn.arch import capability
-from msattn.kernels.triton import indexer
+from msattn.kernels.triton import index_tiles, indexer
 from msattn.testing.cases import CASES, LARGE_CASES, LAYOUTS, Case, make_config
 from msattn.testing.compare import (
     assert_bitwise_equal,
@@ -135,7 +135,7 @@ def test_any_tile_and_any_split_score_the_same(
     case = Case("tiles", (70, 1, 9), (300, 391, 9), make_config())
     inputs = make(case, seed=seed, device=device)
     warps = 8 if rows > 64 else 4
-    constants = indexer.Constants(rows, warps, 3, 1, keys_first=rows in (16, 32))
+    constants = index_tiles.Constants(rows, warps, 3, 1, keys_first=rows in (16, 32))
     scores = scores_of(inputs, constants=constants, num_splits=num_splits)
     assert_bitwise_equal("scores", scores.cpu(), expected_scores(inputs))
 
@@ -290,7 +290,7 @@ def test_one_plan_serves_other_tensors(fmt: str, seed: int, device: torch.device
 def test_splits_fill_the_device_and_are_not_empty(
     num_tiles: int, num_blocks: int, room: int
 ) -> None:
-    splits = indexer.choose_splits(num_tiles, num_blocks, room)
+    splits = index_tiles.choose_splits(num_tiles, num_blocks, room)
     assert 1 <= splits <= num_blocks
     assert num_tiles * splits >= min(room, num_tiles * num_blocks) // 2
 
@@ -310,7 +310,7 @@ def test_scores_do_not_depend_on_the_tile(fmt: str, seed: int, device: torch.dev
         device=device,
     )
     by_tile = [
-        scores_of(inputs, constants=indexer.choose_constants(rows, 256, capability(device)))
+        scores_of(inputs, constants=index_tiles.choose_constants(rows, 256, capability(device)))
         for rows in (16, 32, 64, 128)
     ]
     for scores in by_tile[1:]:
@@ -337,7 +337,7 @@ def test_large_steps_against_the_reference(
     inputs = make(case, seed=seed, index_format=fmt, query_dtype=dtype, device=device)
     arguments = (inputs.index_q, inputs.index, inputs.plan())
     want = msattn.index_scores(*arguments, impl="reference")
-    for constants in (None, indexer._WARPGROUP_MMA[128]):
+    for constants in (None, index_tiles._WARPGROUP_MMA[128]):
         assert_bitwise_equal("scores", scores_of(inputs, constants=constants), want)
     want_ids = msattn.index_select(*arguments, impl="reference")
     assert_same_ids("block_ids", msattn.index_select(*arguments, impl="triton"), want_ids)

@@ -167,8 +167,8 @@ def index_select(
     constants: Constants | None = None,
     num_splits: int | None = None,
 ) -> None:
-    if indexer_compact.pays(index_q, index, plan):
-        select_by(indexer_compact.score_rows, index_q, index, plan, out)
+    if constants is None and indexer_compact.pays(index_q, index, plan):
+        select_by(indexer_compact.score_rows, index_q, index, plan, out, num_splits=num_splits)
         return
     select_by(score_rows, index_q, index, plan, out, constants=constants, num_splits=num_splits)
 
