@@ -25,6 +25,7 @@ KINDS = {
         "scales": "slots",
         "index_format": "fp8",
     },
+    "compact keys": {"compact": True},
     "e4m3 query, float scales": {"query_dtype": torch.float8_e4m3fn, "scales": "float"},
 }
 
@@ -58,6 +59,7 @@ def eager(x: Inputs) -> list[torch.Tensor]:
 
 def pool_bytes(x: Inputs) -> list[torch.Tensor]:
     pools = [x.index.tensor]
+    pools += [] if x.index.compact is None else [x.index.compact.tensor]
     pools += x.cache.tensor if isinstance(x.cache.tensor, tuple) else [x.cache.tensor]
     return [pool.contiguous().view(torch.uint8) for pool in pools]
 
@@ -70,17 +72,35 @@ def operator_arguments(ops: ModuleType, name: str, x: Inputs, plan: msattn.Plan)
     out, lse = x.new_out().zero_(), torch.zeros(x.q.shape[:2])
     return {
         "store_kv": (x.k, x.v, pool, *form, x.slot_mapping),
-        "store_index_k": (x.index_k, x.index.tensor, x.index.format.name, x.slot_mapping),
-        "index_select": (x.index_q, x.index.tensor, x.index.format.name, *of_plan, 4, 0, 1),
+        "store_index_k": (
+            x.index_k,
+            x.index.tensor,
+            x.index.format.name,
+            x.slot_mapping,
+            ops._compact_pool(x.index),
+        ),
+        "index_select": (
+            x.index_q,
+            x.index.tensor,
+            x.index.format.name,
+            *of_plan,
+            4,
+            0,
+            1,
+            ops._compact_pool(x.index),
+        ),
         "attend": (*attend, None, x.q_scale),
         "attend_out": (*attend, out, lse, 0.1, x.q_scale),
     }[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck(ops: ModuleType, name: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "compact"),
+    [*((name, False) for name in NAMES), ("store_index_k", True), ("index_select", True)],
+)
+def test_opcheck(ops: ModuleType, name: str, compact: bool, seed: int) -> None:
     """Schema and mutations, fakes, autograd, dynamic shapes; no NaN, as outputs are compared."""
-    x = make(Case("small", (2, 3), (300, 140), make_config()), seed=seed)
+    x = make(Case("small", (2, 3), (300, 140), make_config()), seed=seed, compact=compact)
     x.fill_unowned(0.0)
     checks = torch.library.opcheck(
         getattr(torch.ops.msattn, name), operator_arguments(ops, name, x, x.plan())

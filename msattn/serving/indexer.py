@@ -48,6 +48,7 @@ class Indexer:
         self.config = config
         self.index_format = KVFormat.parse(index_format, name="index_format", for_index=True)
         self.impl = impl
+        self._wrapped: tuple[object, IndexCache] | None = None
 
     def forward(
         self,
@@ -73,7 +74,7 @@ class Indexer:
             return None, None
         rows, first = metadata.num_tokens, metadata.num_decode_tokens
         query = self._heads(index_query, rows)
-        index = IndexCache.from_tensor(index_cache, self.config, self.index_format)
+        index = self._index(index_cache)
         ids = require_block_ids(block_ids, rows, self.config)
         decode = prefill = None
         launches: list[dispatch.Launch] = []
@@ -92,6 +93,15 @@ class Indexer:
         for launch in launches:
             launch()
         return decode, prefill
+
+    def _index(self, pool: torch.Tensor) -> IndexCache:
+        """The layer's index keys, wrapped; plans keep launches for a cache that comes again."""
+        require_tensor("index_cache", pool)
+        key = (pool.data_ptr(), pool.shape, pool.stride(), pool.dtype)
+        if self._wrapped is None or self._wrapped[0] != key:
+            index = IndexCache.from_tensor(pool, self.config, self.index_format)
+            self._wrapped = key, index
+        return self._wrapped[1]
 
     def _own(self, plan: Plan) -> Plan:
         """A plan by whose config the indexer's own selection is made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -141,6 +142,28 @@ def test_rows_behind_the_step_are_not_written() -> None:
     before = out.clone()
     SparseImpl(CONFIG, "bf16").forward(layer_of(inputs, ids), inputs.q, out, metadata)
     assert_bitwise_equal("spare rows", out[45:], before[45:])
+
+
+def test_index_keys_that_come_again_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans keep their launches for a cache; another layer's is another one."""
+    case, _ = case_of("decode")
+    inputs, other = make(case), make(case, seed=1)
+    ids = allocate_block_ids(case.num_rows, CONFIG)
+    metadata = make_builder(inputs).build(make_step(inputs))
+    seen: list[msattn.IndexCache] = []
+    module = import_module("msattn.serving.indexer")
+    prepare = module.prepare_index_select
+
+    def watched(query: torch.Tensor, index: msattn.IndexCache, *rest: object, **named: object):  # type: ignore[no-untyped-def]
+        seen.append(index)
+        return prepare(query, index, *rest, **named)
+
+    monkeypatch.setattr(module, "prepare_index_select", watched)
+    indexer = msattn.serving.Indexer(CONFIG)
+    for index in (inputs.index, inputs.index, other.index):
+        indexer.forward(inputs.index_q, index.tensor, metadata, ids)
+    assert seen[0] is seen[1] and seen[2] is not seen[1]
+    assert seen[2].tensor.data_ptr() == other.index.tensor.data_ptr()
 
 
 def test_a_padded_graph_s_rows_see_nothing() -> None:

@@ -181,6 +181,49 @@ def test_more_blocks_than_a_chunk_of_the_selection(seed: int, device: torch.devi
     assert max(rescored(inputs)) < 0.3
 
 
+def test_index_keys_of_a_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny MiniMax-M3's: projected, normed and roped; the last token's of each sparse layer."""
+    pytest.importorskip("transformers")
+    from msattn.integrations.transformers import MsattnCache, attention, register, unregister
+    from msattn.integrations.transformers.tiny import tiny_model, tiny_prompt
+
+    length, steps = 2200, []
+    select = attention.index_select
+
+    def watched(index_q: torch.Tensor, index: msattn.IndexCache, plan: msattn.Plan) -> torch.Tensor:
+        steps.append((index_q[-1:].clone(), index, plan))
+        return select(index_q, index, plan)
+
+    monkeypatch.setattr(msattn.env, "IMPL", "reference")
+    monkeypatch.setattr(attention, "index_select", watched)
+    register()
+    try:
+        model = tiny_model("msattn")
+        with torch.no_grad():
+            model(tiny_prompt(length), past_key_values=MsattnCache(model.config, "bf16"))
+    finally:
+        unregister()
+    assert len(steps) == 3
+    for index_q, index, plan in steps:
+        config, pages = plan.config, -(-length // 128)
+        table = torch.arange(pages, dtype=torch.int32, device=device).unsqueeze(0)
+        batch = msattn.Batch.from_lists([1], [length], table, device=device)
+        keys = index.tensor[plan.page_table[0, :pages].long()].to(device)
+        copy = poisoned((pages, msattn.CompactKeys.page_bytes(128)), torch.uint8, device)
+        wrapped = msattn.IndexCache.from_tensor(keys, config, compact=copy)
+        msattn.refresh_compact_keys(wrapped, impl="triton")
+        query = index_q.to(device, keys.dtype)
+        want = msattn.index_select(
+            query,
+            msattn.IndexCache(keys, wrapped.format),
+            msattn.make_plan(batch, config, "bf16"),
+            impl="triton",
+        )
+        plan = msattn.make_plan(batch, config, "bf16")
+        assert indexer_compact.pays(query, wrapped, plan)
+        assert_same_ids("block_ids", msattn.index_select(query, wrapped, plan, impl="triton"), want)
+
+
 def test_what_it_does_not_serve(device: torch.device) -> None:
     """Prompts, short contexts, other types: their ids come from all scores."""
     inputs = make(Case("steps", (1, 9), (300, 700), CONFIG), compact=True, device=device)
