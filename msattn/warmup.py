@@ -29,6 +29,7 @@ def warmup(
     device: torch.device | str | None = None,
     max_query_lens: Sequence[int] = (1, 4, 8192),
     index_dtype: object = torch.bfloat16,
+    compact_keys: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     query_dtype: torch.dtype | None = None,
     index_query_dtype: torch.dtype | None = None,
@@ -47,6 +48,7 @@ def warmup(
     Args:
         config: the model's shapes on this rank.
         kv_format, index_dtype: of the two caches.
+        compact_keys: the index cache has :class:`msattn.CompactKeys`.
         device: where it serves.
         max_query_lens: the bounds ``max_query_len`` of decode, verification and prefill batches.
         dtype: of keys and values, and of queries where nothing else is said.
@@ -59,7 +61,7 @@ def warmup(
     for bound in require_list("max_query_lens", max_query_lens, "ints"):
         require_int("max_query_lens", bound, at_least=1)
     cache = KVCache.allocate(1, config, kv_format, device=device, k_scale=k_scale, v_scale=v_scale)
-    index = IndexCache.allocate(1, config, index_dtype, device=device)
+    index = IndexCache.allocate(1, config, index_dtype, compact=compact_keys, device=device)
     for plan in _plans(config, cache, max_query_lens):
 
         def rows(*shape: int, dtype: torch.dtype, count: int = plan.max_rows) -> torch.Tensor:

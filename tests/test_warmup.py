@@ -25,6 +25,7 @@ import msattn
 from msattn.dispatch import TABLE, Implementation
 
 SMALL = msattn.MSAConfig(4, 2, 2, topk=4)
+IMPLS = ("triton", "auto")
 STEPS = 200
 
 
@@ -96,12 +97,17 @@ def test_it_runs() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("impl", ["triton", "auto"])
-@pytest.mark.parametrize("kv_format", ["bf16", "nvfp4"])
-def test_no_later_step_compiles_anything(kv_format: str, impl: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_format", "impl", "index_keys"),
+    [
+        *((kv_format, impl, "alone") for kv_format in ("bf16", "nvfp4") for impl in IMPLS),
+        ("bf16", "auto", "compact"),
+    ],
+)
+def test_no_later_step_compiles_anything(kv_format: str, impl: str, index_keys: str) -> None:
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, kv_format, impl],
+        [sys.executable, __file__, kv_format, impl, index_keys],
         env=clean,
         capture_output=True,
         text=True,
@@ -118,6 +124,8 @@ def test_no_later_step_compiles_anything(kv_format: str, impl: str) -> None:
     }
     if impl == "auto":
         kernels |= {"_union_kernel", "_attend_tiles_kernel", "_decode_kernel", "_scores_kernel"}
+    if index_keys == "compact":
+        kernels |= {"_bounds_kernel", "_threshold_kernel", "_rescore_kernel"}
     assert kernels <= set(report["warmup"]), "the count itself has come to nothing"
 
 
@@ -138,7 +146,7 @@ def later_step(random: Random, config: msattn.MSAConfig) -> tuple[msattn.Batch, 
     return batch, sum(query_lens) + random.choice((0, 0, 3))
 
 
-def count(kv_format: str, impl: str) -> dict[str, dict[str, int]]:
+def count(kv_format: str, impl: str, index_keys: str) -> dict[str, dict[str, int]]:
     """Compilations by kernel: of the warm-up, and of many steps after it."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -179,12 +187,12 @@ def count(kv_format: str, impl: str) -> dict[str, dict[str, int]]:
         names = [name for name, _ in keys]
         return {name: names.count(name) for name in sorted(set(names))}
 
-    config, random = msattn.MSAConfig(), Random(0)
-    msattn.warmup(config, kv_format, device="cpu", impl=impl)
+    config, random, compact = msattn.MSAConfig(), Random(0), index_keys == "compact"
+    msattn.warmup(config, kv_format, device="cpu", compact_keys=compact, impl=impl)
     first = list(compiled)
     cache, index = (
         msattn.KVCache.allocate(9, config, kv_format),
-        msattn.IndexCache.allocate(9, config),
+        msattn.IndexCache.allocate(9, config, compact=compact),
     )
     for step in range(STEPS):
         batch, rows = later_step(random, config)
