@@ -324,6 +324,7 @@ def test_run_from_end_to_end(bench: Any, tmp_path: Path) -> None:
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert "attend_4x1_bf16_realistic_tiny.png" in pictures
     assert "layer_4x1_nvfp4_realistic_tiny_chunk_by_context.png" in pictures
+    assert "roofline.png" in pictures
     assert "attend tiny/decode 4/1 bf16 realistic" in out and "% roof" in out
 
     code, again, _ = bench("bench", "--from", tmp_path / "results.jsonl")

@@ -1,4 +1,5 @@
-"""Pictures of a run: bars beside the peers, and time against context with the roof's line."""
+"""Pictures of a run: bars beside the peers, time against context with the roof's line, and all
+stages under the measured roofs."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..testing.cost import Roofs
 from .record import Record
 
 Panel = tuple[str, str, str, str]  # op, heads, KV format, pattern
@@ -21,10 +23,13 @@ COLORS = {
     "flashinfer:union": "#5fa55a",
     "dense sdpa": "#7f7f7f",
 }
+MARKERS = {"attend": "o", "index": "s", "scores": "D", "layer": "^"}
+"""Of what multiplies."""
 
 
-def draw_plots(folder: Path, title: str, records: Sequence[Record]) -> list[Path]:
-    """One PNG of bars for each op and group of cases, one of lines for each series of contexts."""
+def draw_plots(folder: Path, title: str, records: Sequence[Record], roofs: Roofs) -> list[Path]:
+    """One PNG of bars for each op and group of cases, one of lines for each series of contexts, and
+    the roofline."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,6 +46,9 @@ def draw_plots(folder: Path, title: str, records: Sequence[Record]) -> list[Path
             if len({r.context for r in line}) > 1:
                 name = f"{_stem(panel)}_{series.replace('/', '_')}_by_context.png"
                 out.append(_lines(folder / name, f"{title}\n{series}", line))
+    under = [r for r in timed if r.op in MARKERS and r.tflops and r.bytes and not r.dense]
+    if under and roofs.read:
+        out.append(_roofline(folder / "roofline.png", title, under, roofs))
     return out
 
 
@@ -91,6 +99,46 @@ def _lines(path: Path, title: str, records: Sequence[Record]) -> Path:
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("us (median)")
     return _finish(path, title, records[0], figure, axes)
+
+
+def _roofline(path: Path, title: str, records: Sequence[Record], roofs: Roofs) -> Path:
+    """Useful FLOP/s over useful FLOPs for each byte that a stage cannot do without."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 5.0))
+    lines: dict[str, object] = {}
+    for provider in dict.fromkeys(r.provider for r in records):
+        for op in dict.fromkeys(r.op for r in records):
+            mine = [r for r in records if (r.provider, r.op) == (provider, op)]
+            x = [r.flops / r.bytes for r in mine]
+            y = [r.tflops or 0.0 for r in mine]
+            color, size = COLORS.get(provider), 30 if mine and mine[0].mine else 14
+            dots = axes.scatter(x, y, size, color, marker=MARKERS[op], alpha=0.75, linewidths=0)
+            lines.setdefault(provider, dots)
+    intensities = [r.flops / r.bytes for r in records]
+    ends = [min(intensities) / 2, 2 * max(intensities)]
+    for name, peak, style in (
+        ("16 bit products", roofs.matmul, "-"),
+        ("e4m3 products", roofs.matmul_fp8, ":"),
+    ):
+        if peak:
+            bend = [ends[0], peak / roofs.read, ends[1]]
+            roof = [min(peak, i * roofs.read) / 1e12 for i in bend]
+            (line,) = axes.plot(bend, roof, "k" + style, lw=1.2)
+            lines[f"measured roof, {name}"] = line
+    for op, marker in MARKERS.items():
+        if any(r.op == op for r in records):
+            lines[op] = axes.scatter([], [], 30, "black", marker=marker, linewidths=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("useful FLOPs for each byte that has to move")
+    axes.set_ylabel("useful TFLOP/s")
+    axes.set_title(f"{title}: all cases", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(lines.values(), lines.keys(), fontsize=7, loc="lower right")
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    pyplot.close(figure)
+    return path
 
 
 def _finish(path: Path, title: str, record: Record, figure: object, axes: object) -> Path:

@@ -21,6 +21,7 @@ from ..bench.workloads import Workload, all_workloads, select_workloads
 from ..config import MSAConfig
 from ..dispatch import IMPLEMENTATION_NAMES
 from ..kv_format import KV_FORMATS, KVFormat
+from ..testing.cost import Roofs
 from ..testing.selections import PATTERNS
 from .doctor import available_devices, device_problem
 from .errors import CliError
@@ -123,7 +124,8 @@ def _leave_results(
     if options.plot:
         from ..bench.plots import draw_plots
 
-        pictures = draw_plots(options.out, str(header["device"]), records)
+        roofs = Roofs(**header["roofs"])
+        pictures = draw_plots(options.out, str(header["device"]), records, roofs)
         console.print(f"pictures: {len(pictures)} PNG in {options.out}")
 
 
