@@ -133,6 +133,43 @@ def test_queries_of_any_size(value: float, seed: int, device: torch.device) -> N
     check(inputs)
 
 
+def apart(device: torch.device) -> Inputs:
+    """One row whose blocks have scores far apart, the best of them not in order of their ids."""
+    config = replace(make_config(1, 1, topk=4), init_blocks=0)
+    inputs = make(Case("apart", (1,), (12 * 128,), config), compact=True, device=device)
+    direction = torch.randn(128, generator=torch.Generator().manual_seed(0)).to(device)
+    ranks = torch.tensor([9, 0, 1, 6, 7, 8, 2, 3, 4, 5, 10, 11], device=device)
+    pages = inputs.batch.page_table[0, :12].long()
+    keys = 2.0 ** (4 - ranks)[:, None, None] * direction
+    inputs.index.tensor[pages] = keys.expand(-1, 128, -1).bfloat16()
+    msattn.refresh_compact_keys(inputs.index, pages, impl="reference")
+    inputs.index_q[0] = direction
+    return inputs
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_block_whose_score_is_no_number_does_not_count(
+    value: float, device: torch.device
+) -> None:
+    """Its other keys reach the threshold; a NaN among the scores makes it the last of all."""
+    inputs = apart(device)
+    page = inputs.batch.page_table[0, 1:2].long()
+    inputs.index.tensor[page, 5] = value
+    msattn.refresh_compact_keys(inputs.index, page, impl="reference")
+    check(inputs)
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-70, 1.0, 2.0**61])
+def test_keys_of_which_a_copy_is_all_zeros(magnitude: float, device: torch.device) -> None:
+    """As a pool is allocated: of zero keys it is right, but for a bound of 0."""
+    inputs = apart(device)
+    page = inputs.batch.page_table[0, 3].long()
+    inputs.index.tensor[page] = 0
+    inputs.index.compact.tensor[page] = 0
+    inputs.index_q.mul_(-magnitude)
+    check(inputs)
+
+
 def test_blocks_without_a_page(seed: int, device: torch.device) -> None:
     inputs = with_keys("random", CASE, torch.bfloat16, seed, device)
     table = inputs.batch.page_table
@@ -149,9 +186,9 @@ def test_most_blocks_without_a_page(seed: int, device: torch.device) -> None:
 
 def test_queries_that_lie_apart(seed: int, device: torch.device) -> None:
     inputs = with_keys("clustered", CASE, torch.bfloat16, seed, device)
-    apart = strided(inputs.index_q)
-    assert not apart.is_contiguous()
-    check(replace(inputs, index_q=apart))
+    queries = strided(inputs.index_q)
+    assert not queries.is_contiguous()
+    check(replace(inputs, index_q=queries))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 64])

@@ -152,13 +152,17 @@ def _bounds_kernel(
         sums = tl.dot(codes, low, sums, out_dtype=tl.int32)
         value = sums.to(tl.float32) * scale[:, None]  # [BLOCK, rows]
         margin = bound[:, None] * norm[None, :]
+        # 0 * inf is NaN: of a query that has no norm, or a key that has no bound.
+        margin = tl.where(margin == margin, margin, float("inf"))
         upper, lower = value + margin, value - margin
         if block >= full:
             hidden = n[:, None] > (offset + row - block * BLOCK)[None, :]
             upper = tl.where(hidden, float("-inf"), upper)
             lower = tl.where(hidden, float("-inf"), lower)
-        upper = tl.where(page >= 0, tl.max(upper, 0), float("-inf"))
-        lower = tl.where(page >= 0, tl.max(lower, 0), float("-inf"))
+        upper, lower = tl.max(upper, 0), tl.max(lower, 0)
+        # One key that nothing bounds, and the block's score may be NaN, which is below all others.
+        lower = tl.where((page >= 0) & (upper < float("inf")), lower, float("-inf"))
+        upper = tl.where(page >= 0, upper, float("-inf"))
         tl.store(upper_ptr + bound_at + block, upper, mask=live)
         tl.store(lower_ptr + bound_at + block, lower, mask=live)
 
