@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from ..config import BLOCK_SIZE, MSAConfig
 from ..kv_format import KVFormat
 
-PoolLayout = Literal["hnd", "nhd", "layers", "pair"]
+PoolLayout = Literal["hnd", "nhd", "layers", "pair", "unlike_pair"]
 # No scale; a float; a tensor without axes; an element inside a tensor; one for each head and slot.
 ScaleKind = Literal["unit", "float", "0d", "slice", "slots"]
 
@@ -57,7 +57,7 @@ class Layout:
 
     name: str
     # hnd: [pages, H, 128, C]; nhd: [pages, 128, H, C] transposed; layers: one of several layers
-    # that share a page; pair: K and V in tensors of their own.
+    # that share a page; pair: K and V in tensors of their own; unlike_pair: K as hnd, V as nhd.
     pool: PoolLayout = "hnd"
     strided_rows: bool = False  # q, k, v, index_q and outputs with gaps between rows and heads
     head_major_ids: bool = False  # block_ids as a view of [Hkv, T, K], else of [T, Hkv, K]
@@ -74,6 +74,7 @@ LAYOUTS = {
         Layout("nhd", pool="nhd"),
         Layout("layers", pool="layers"),
         Layout("pair", pool="pair"),
+        Layout("unlike_pair", pool="unlike_pair"),
         Layout("strided_rows", strided_rows=True),
         Layout("head_major_ids", head_major_ids=True),
         Layout("all_strided", pool="layers", strided_rows=True, head_major_ids=True),
@@ -84,7 +85,8 @@ LAYOUTS = {
 
 def layouts_of(fmt: KVFormat) -> list[Layout]:
     """The layouts that a cache of the format can have: an NVFP4 slot is one run of bytes."""
-    return [x for x in LAYOUTS.values() if not (fmt.scale_group and x.pool in ("nhd", "pair"))]
+    plain = ("nhd", "pair", "unlike_pair")
+    return [x for x in LAYOUTS.values() if not (fmt.scale_group and x.pool in plain)]
 
 
 def scale_kinds_of(fmt: KVFormat) -> list[ScaleKind]:

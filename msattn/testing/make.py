@@ -224,7 +224,11 @@ def make_pool(
         return pages(heads, tokens, content)
     if layout.pool == "nhd":
         return pages(tokens, heads, content).transpose(1, 2)
-    return pages(heads, tokens, config.head_dim), pages(heads, tokens, config.head_dim)
+    dim = config.head_dim
+    k = pages(heads, tokens, dim)
+    if layout.pool == "unlike_pair":
+        return k, pages(tokens, heads, dim).transpose(1, 2)
+    return k, pages(heads, tokens, dim)
 
 
 def make_index_cache(

@@ -120,6 +120,22 @@ def test_pages_are_converted_once_for_long_prompts(
     check(inputs, ids)
 
 
+@pytest.mark.parametrize("schedule", ["union", "kv_major"])
+def test_heads_that_lie_far_apart(
+    schedule: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    """The last is 2^31 elements behind the first: memory is reserved, not touched."""
+    if device.type != "cpu":
+        pytest.skip("on a GPU memory is not reserved alone")
+    if schedule == "kv_major":
+        request.getfixturevalue("kv_major")
+    inputs = make(Case("far", (3,), (300,), make_config(group=18, kv_heads=2, topk=2)))
+    heads, dim, stride = 36, 128, (1 << 31) // 35 + 8
+    q = torch.empty(heads * stride, dtype=inputs.q.dtype)
+    q = q.as_strided((3, heads, dim), (dim, stride, 1)).copy_(inputs.q)
+    check(replace(inputs, q=q), make_block_ids(inputs))
+
+
 @pytest.mark.parametrize("case", ["decode_padded", "verify", "mixed"])
 def test_pages_by_the_copy_engine(
     case: str, seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -147,6 +147,15 @@ def test_layouts(layout: str, check: Check) -> None:
     check(inputs, make_block_ids(inputs, hostile=False))
 
 
+def test_a_pair_of_unlike_layouts_is_the_twins(machine: Machine) -> None:
+    """One set of strides is told to the kernels for K and V."""
+    inputs = make(PREFILL, layout=LAYOUTS["unlike_pair"])
+    ids = make_block_ids(inputs, hostile=False)
+    out, lse = run(inputs, ids)
+    assert not machine.copied
+    compare.assert_attention(inputs, ids, out, lse)
+
+
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 64])
 def test_groups(group: int, check: Check) -> None:
     config = make_config(group, 2 if group < 16 else 1, topk=3)

@@ -56,6 +56,17 @@ ROWS = {
 }
 
 
+def test_scores_that_lie_far_apart(device: torch.device) -> None:
+    """The last of a row's is 2^31 elements behind the first: memory is reserved, not touched."""
+    if device.type != "cpu":
+        pytest.skip("on a GPU memory is not reserved alone")
+    blocks, stride = 260, (1 << 23) + 1
+    config = msattn.MSAConfig(1, 1, 1, topk=4)
+    scores = torch.empty(blocks * stride).as_strided((1, 1, blocks), (1, 1, stride))
+    scores.copy_(torch.arange(float(blocks)))
+    both(scores, [blocks], config)
+
+
 @pytest.mark.parametrize("forced", [(16, 0, 1), (4, 1, 2), (16, 16, 0), (32, 0, 0), (1, 0, 0)])
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_every_kind(name: str, forced: tuple[int, int, int]) -> None:

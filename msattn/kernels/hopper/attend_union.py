@@ -498,8 +498,11 @@ def choose(plan: Plan, slots: int) -> Tile | None:
 
 
 def can_read(cache: KVCache) -> bool:
-    """The copy engine can fetch the pool's pages as they lie."""
-    return launch.has_bulk_copies(cache) and None not in (area(cache.k), area(cache.v))
+    """The copy engine can fetch the pool's pages as they lie, those of K and V alike."""
+    if not launch.has_bulk_copies(cache):
+        return False
+    k, v = area(cache.k), area(cache.v)
+    return k is not None and v is not None and k[1:] == v[1:]
 
 
 def area(side: torch.Tensor) -> Area | None:
@@ -536,8 +539,8 @@ def attend(
     ``queries``, of the cache's dtype, ``out`` and ``lse`` are contiguous.
     """
     config, dtype = plan.config, cache.format.storage_dtype
-    k_area, v_area = area(cache.k), area(cache.v)
-    assert k_area is not None and v_area is not None and k_area[1:] == v_area[1:]
+    place = area(cache.k)
+    assert place is not None
     k_desc, v_desc = pages_descriptor(cache.k), pages_descriptor(cache.v)
     k_tails, v_tails = tails or (k_desc, v_desc)
     rows = (queries.shape[0] * config.num_q_heads, D.value)
@@ -565,9 +568,9 @@ def attend(
         num_tiles=num_tiles,
         num_heads=num_heads,
         max_list=lists.entries.shape[2],
-        page_rows=k_area.page_rows,
-        head_rows=k_area.head_rows,
-        head_columns=k_area.head_columns,
+        page_rows=place.page_rows,
+        head_rows=place.head_rows,
+        head_columns=place.head_columns,
         EACH=tile.each,
         CONSUMERS=tile.consumers,
         GROUP=config.group_size,

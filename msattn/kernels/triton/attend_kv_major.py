@@ -345,7 +345,7 @@ def _attend_items_kernel(
         row = pick >> SLOT_BITS
         q = tl.load(
             q_ptr
-            + (row.to(tl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+            + (row.to(tl.int64) * stride_q_t + q_head.to(tl.int64) * stride_q_h)[:, None]
             + column[None, :] * stride_q_d,
             mask=live[:, None],
             other=0,
@@ -437,7 +437,7 @@ def _combine_kernel(
         part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
         acc += part * (tl.exp2(lse - shift) * scale)[:, None]
     q_head = head * GROUP + member
-    out = out_ptr + row.to(tl.int64) * stride_out_t + (q_head * stride_out_h)[:, None]
+    out = out_ptr + row.to(tl.int64) * stride_out_t + (q_head.to(tl.int64) * stride_out_h)[:, None]
     tl.store(
         out + column[None, :] * stride_out_d,
         acc.to(out_ptr.dtype.element_ty),
@@ -445,7 +445,7 @@ def _combine_kernel(
     )
     if HAS_LSE:
         lse = (shift + tl.log2(total)) * 0.6931471805599453
-        at = row.to(tl.int64) * stride_lse_t + q_head * stride_lse_h
+        at = row.to(tl.int64) * stride_lse_t + q_head.to(tl.int64) * stride_lse_h
         tl.store(out_lse_ptr + at, tl.where(empty, float("-inf"), lse), mask=live)
 
 

@@ -278,7 +278,7 @@ def _attend_kernel(
     q_head = head * GROUP + member
     q = tl.load(
         q_ptr
-        + (row.to(tl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+        + (row.to(tl.int64) * stride_q_t + q_head.to(tl.int64) * stride_q_h)[:, None]
         + column[None, :] * stride_q_d,
         mask=live[:, None],
         other=0,
@@ -419,7 +419,10 @@ def _attend_kernel(
             out_scale *= load_scale(v_scale, V_SCALE_ON_DEVICE)
         if FORMAT == NVFP4:
             out_scale *= NVFP4_FACTOR
-        out = out_ptr + (row.to(tl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
+        out = (
+            out_ptr
+            + (row.to(tl.int64) * stride_out_t + q_head.to(tl.int64) * stride_out_h)[:, None]
+        )
         tl.store(
             out + column[None, :] * stride_out_d,
             (acc * out_scale[:, None]).to(out_ptr.dtype.element_ty),
@@ -428,7 +431,7 @@ def _attend_kernel(
         if HAS_LSE:
             lse = (running_max * scale + tl.log2(running_sum)) * 0.6931471805599453
             lse = tl.where(empty, float("-inf"), lse)
-            at = row.to(tl.int64) * stride_lse_t + q_head * stride_lse_h
+            at = row.to(tl.int64) * stride_lse_t + q_head.to(tl.int64) * stride_lse_h
             tl.store(lse_ptr + at, lse, mask=live)
 
 
