@@ -131,6 +131,10 @@ class KVCache:
 
     def nvfp4_views(self) -> Nvfp4Views:
         """Codes and block scales of an NVFP4 pool."""
+        return self._nvfp4_views
+
+    @cached_property
+    def _nvfp4_views(self) -> Nvfp4Views:
         assert self.format.scale_group and isinstance(self.tensor, torch.Tensor)
         pool, heads, dim = self.tensor, self.num_kv_heads, self.head_dim
         page, slot = pool.stride(0), pool.stride(1)

@@ -98,8 +98,18 @@ Launch = Callable[[], None]
 
 
 def prepare(impl: str, problem: Problem, *arguments: object) -> Launch:
-    """The launch of the implementation that serves ``problem``."""
-    return partial(choose(impl, problem), *arguments)
+    """The launch of the implementation that serves ``problem``, on the problem's device."""
+    launch = partial(choose(impl, problem), *arguments)
+    device = problem.device
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        return partial(_launch_on, device, launch)
+    return launch
+
+
+def _launch_on(device: torch.device, launch: Launch) -> None:
+    """Triton launches on the current device, whatever its tensors' is."""
+    with torch.cuda.device(device):
+        launch()
 
 
 def nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -49,9 +49,8 @@ class Plan:
     _workspaces: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
         default_factory=dict, repr=False
     )
-    _launches: WeakKeyDictionary[object, dict[Hashable, Any]] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
+    _launches: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _was_captured: bool = field(default=False, repr=False)
 
     @property
     def num_requests(self) -> int:
@@ -118,12 +117,16 @@ class Plan:
         self.max_query_len = max(self.max_query_len, batch.max_query_len)
         self.max_seq_len = max(self.max_seq_len, batch.max_seq_len)
         self.num_tokens = batch.num_tokens
-        if _max_rows(batch) > self.max_rows:
-            self.max_rows = _max_rows(batch)
-            self._tiles.clear()
-            self._workspaces.clear()
+        self.max_rows = max(self.max_rows, _max_rows(batch))
         if self._bounds != bounds:
             self._launches.clear()
+            # Their sizes follow the bounds: the old ones would be held beside the new. A graph that
+            # was captured writes to them.
+            if not self._was_captured:
+                self._workspaces.clear()
+        if self.max_rows > bounds[2]:
+            self._tiles.clear()
+            self._workspaces.clear()
         for size, tiles in self._tiles.items():
             self._fill(tiles, size)
 
@@ -148,6 +151,7 @@ class Plan:
         """Memory of the plan's, at the same address for the same arguments; zeros at first.
 
         What one stage leaves in it, no later stage may rely on, unless it has the same name.
+        Counters do: a launch leaves the zeros that it found.
         """
         key = (name, shape, dtype)
         memory = self._workspaces.get(key)
@@ -157,15 +161,10 @@ class Plan:
             self._workspaces[key] = memory
         return memory
 
-    def launches(self, owner: object) -> dict[Hashable, Any]:
-        """What an implementation keeps of its launches, until a bound grows.
-
-        ``owner`` is the cache that they read; of stages that read none, the plan itself.
-        """
-        kept = self._launches.get(owner)
-        if kept is None:
-            kept = self._launches[owner] = {}
-        return kept
+    def launches(self) -> dict[Hashable, Any]:
+        """What implementations keep of their launches, until a bound grows; for stages to ask."""
+        self._was_captured = self._was_captured or is_capturing(self.device)
+        return self._launches
 
     @property
     def _bounds(self) -> tuple[int, ...]:

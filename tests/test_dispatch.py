@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import msattn
-from msattn import Batch, IndexCache, KVCache, MSAConfig, make_plan, why_not
+from msattn import Batch, IndexCache, KVCache, MSAConfig, dispatch, make_plan, why_not
 from msattn.dispatch import IMPLEMENTATION_NAMES, STAGES, TABLE, Implementation, Problem, choose
 
 CONFIG = MSAConfig(num_q_heads=4, num_kv_heads=2, num_index_heads=2, topk=4)
@@ -343,3 +343,31 @@ def test_impl_of_the_environment_is_checked() -> None:
     assert done.stdout == (
         "ValueError: MSATTN_IMPL: expected auto, hopper, triton or reference, got 'fast'\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "entered"), [("cuda:0", []), ("cuda:1", ["cuda:1"]), ("cpu", [])]
+)
+def test_a_stage_is_launched_on_its_own_device(
+    device: str, entered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the current one, which is another with pipeline parallelism, say."""
+    seen: list[str] = []
+
+    class On:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            seen.append(str(self.device))
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(dispatch, "choose", lambda impl, problem: seen.append)
+    launch = dispatch.prepare("auto", Problem("attend", torch.device(device)), "launched")
+    assert seen == []
+    launch()
+    assert seen == [*entered, "launched", *("left" for _ in entered)]

@@ -134,6 +134,21 @@ def test_tiles_and_workspaces_of_another_size_after_growth() -> None:
     assert rows_of(plan.tiles(4), plan, 4) == owners
 
 
+def test_workspaces_of_shorter_contexts_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks asks for a larger one in each; unless a graph has their addresses."""
+    for is_capturing in (False, True):
+        plan = msattn.make_plan(new_batch([2], [300]), SMALL, "bf16")
+        monkeypatch.setattr("msattn.plan.is_capturing", lambda device, now=is_capturing: now)
+        plan.launches()
+        monkeypatch.undo()
+        held = []
+        for blocks in range(3, 8):
+            plan.update(new_batch([2], [blocks * 128]))
+            memory = plan.workspace("copy", (plan.num_blocks, 128), torch.int32)
+            held.append(plan.nbytes - sum(x.nbytes for x in plan.tensors) - memory.nbytes)
+        assert (max(held) > 0) == is_capturing
+
+
 def test_what_a_graph_uses_is_there_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its zeros would be written by a replay alone; a plan of the graph's own may."""
     batch = new_batch([2, 3], [900] * 2)

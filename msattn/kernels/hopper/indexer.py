@@ -425,9 +425,8 @@ def index_scores(
         twin.index_scores(index_q, index, plan, out)
         return
     arguments = (index_q, index, plan, out)
-    recording.reissue(
-        plan.launches(index), (index_q, out), None, _score, *arguments, constants=constants
-    )
+    own = (index_q, out, *launch.tensors_of(index))
+    recording.reissue(plan.launches(), own, None, _score, *arguments, constants=constants)
 
 
 def _score(

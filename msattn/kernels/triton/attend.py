@@ -13,6 +13,7 @@ import torch
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from . import attend_kv_major, attend_union, dequantize
+from .launch import numbers_of, tensors_of
 from .recording import reissue
 
 MIN_QUERY_LEN = 64
@@ -49,11 +50,12 @@ def attend_by(
     lse: torch.Tensor | None,
 ) -> None:
     """:func:`msattn.attend` with the launches of ``issue``, or of an earlier call like this one."""
-    own = (q, block_ids, out, *(x for x in (lse, q_scale) if isinstance(x, torch.Tensor)))
+    optional = (x for x in (lse, q_scale) if isinstance(x, torch.Tensor))
+    own = (q, block_ids, out, *optional, *tensors_of(cache))
     number = None if isinstance(q_scale, torch.Tensor) else q_scale
-    key = (lse is None, softmax_scale, number)
+    key = (lse is None, softmax_scale, number, numbers_of(cache))
     arguments = (q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-    reissue(plan.launches(cache), own, key, issue, *arguments)
+    reissue(plan.launches(), own, key, issue, *arguments)
 
 
 def issue(

@@ -35,7 +35,14 @@ from .index_tiles import (
     operand,
     tile_facts,
 )
-from .launch import can_copy_in_bulk, has_native_fp8, num_processors, page_descriptor, raw
+from .launch import (
+    can_copy_in_bulk,
+    has_native_fp8,
+    num_processors,
+    page_descriptor,
+    raw,
+    tensors_of,
+)
 from .recording import fill, reissue, start
 from .selection import select_rows
 from .tiles import BLOCK, page_of_block
@@ -146,7 +153,8 @@ def index_scores(
 ) -> None:
     arguments = (index_q, index, plan, out)
     options = {"constants": constants, "num_splits": num_splits}
-    reissue(plan.launches(index), (index_q, out), None, _score, *arguments, **options)
+    own = (index_q, out, *tensors_of(index))
+    reissue(plan.launches(), own, None, _score, *arguments, **options)
 
 
 def _score(
@@ -183,7 +191,8 @@ def select_by(
 ) -> None:
     """:func:`msattn.index_select` with the scores of ``score``, which is like score_rows."""
     arguments = (score, index_q, index, plan, out)
-    reissue(plan.launches(index), (index_q, out), score, _select, *arguments, **options)
+    own = (index_q, out, *tensors_of(index))
+    reissue(plan.launches(), own, score, _select, *arguments, **options)
 
 
 def _select(

@@ -2,7 +2,8 @@
 
 Before each launch Triton looks at every argument, some 70 of attention, to find the compiled kernel
 that suits them. A call whose tensors have the dtypes, shapes, strides and alignment of an earlier
-call's, and all else in common with it, needs the same kernels with other addresses.
+call's, and all else in common with it, needs the same kernels with other addresses: each layer of a
+model after the first, and each step after the first of its kind.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from triton.compiler import CompiledKernel
 TRITON_VERSIONS = ("3.6.",)
 """Whose compiled kernels are known to take all arguments of the source, in its order."""
 
-MAX_KINDS = 64
-"""Of calls whose launches are kept for one cache: a plan may be updated to any number of rows."""
+MAX_KINDS = 128
+"""Of calls whose launches are kept together: a plan may be updated to any number of rows."""
 
 Step = tuple[Callable[..., object], list[object], list[tuple[int, int]]]
 """What is called, with which arguments, and which of them are a call's own: (argument, tensor)."""
@@ -33,15 +34,15 @@ def kind(x: torch.Tensor) -> tuple[object, ...]:
 
 
 class Recording:
-    """The launches of one call, in which ``own`` are the tensors that differ between calls."""
+    """The launches of one call, in which ``own`` are the tensors that differ between calls.
+
+    A tensor is recognised by its address, of which ``own`` has each one once.
+    """
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         self._own = {x.data_ptr(): i for i, x in enumerate(own)}
         self._steps: list[Step] = []
-        # A tensor is recognised by its address, so two may not share one.
-        self.complete = len(self._own) == len(own) and triton.__version__.startswith(
-            TRITON_VERSIONS
-        )
+        self.complete = triton.__version__.startswith(TRITON_VERSIONS)
 
     def add(self, call: Callable[..., object], arguments: list[object]) -> None:
         own = []
@@ -98,10 +99,14 @@ def reissue(
 
     Args:
         kept: launches of calls that have all in common but for what is said here.
-        own: the tensors that differ between calls.
+        own: the tensors that differ between calls: all but those of ``kept``'s owner.
         key: what the launches depend on besides the kinds of ``own`` and the options.
     """
-    key = (issue, key, *map(kind, own), *options.values())
+    # Two that have one address are one, where a call like this one has two that do.
+    places = {x.data_ptr(): i for i, x in reversed([*enumerate(own)])}
+    shared = None if len(places) == len(own) else tuple(places[x.data_ptr()] for x in own)
+    key = (issue, key, shared, *map(kind, own), *options.values())
+    own = [own[i] for i in sorted(places.values())]
     recording = kept.get(key)
     if recording is not None:
         recording.replay(own)

@@ -41,10 +41,12 @@ def load_chunk(row_ptr, stride, start, first, last, CHUNK: tl.constexpr, VECTOR:
     """Scores [CHUNK] of the columns from start on; NaN outside of first .. last - 1."""
     column = start + tl.arange(0, CHUNK)
     if (start >= first) & (start + CHUNK <= last):
-        x = tl.load(row_ptr + column * stride)
+        x = tl.load(row_ptr + column.to(tl.int64) * stride)
     else:
         # In whole vectors: a mask that may change inside of one would split the load into words.
-        x = tl.load(row_ptr + column * stride, mask=column // VECTOR * VECTOR < last, other=0.0)
+        x = tl.load(
+            row_ptr + column.to(tl.int64) * stride, mask=column // VECTOR * VECTOR < last, other=0.0
+        )
         x = tl.where((column >= first) & (column < last), x, float("nan"))
     return x
 
@@ -130,7 +132,7 @@ def select_best(
     # Positions ascend, so columns do.
     column = chunk * CHUNK + tl.load(out_ptr + slot * stride_out, mask=slot < k, other=0)
     exists = (slot < k) & (column >= first) & (column < last)
-    x = tl.load(row_ptr + column * stride, mask=exists, other=0.0)
+    x = tl.load(row_ptr + column.to(tl.int64) * stride, mask=exists, other=0.0)
     # All have loaded their positions before any has the k-th key, and ids overwrite them.
     keys = score_key(x, exists)
     key, excess = kth_key(keys, k, key)  # the k positions have k scores that reach their k-th best
@@ -199,7 +201,7 @@ def _select_kernel(
 
 def select_blocks(scores: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
     key = reads_vectors(scores)
-    recording.reissue(plan.launches(plan), (scores, out), key, select_rows, scores, plan, out)
+    recording.reissue(plan.launches(), (scores, out), key, select_rows, scores, plan, out)
 
 
 def select_rows(scores: torch.Tensor, plan: Plan, out: torch.Tensor, first_row: int = 0) -> None:
