@@ -9,6 +9,7 @@ import torch
 from .attend import Options, State, prepare_attend
 from .cache import IndexCache, KVCache, Scale
 from .checks import fail, require_tensor
+from .dispatch import refuse_backward
 from .indexer import prepare_index_select
 from .plan import Plan
 from .store import prepare_store_index_k, prepare_store_kv
@@ -94,4 +95,4 @@ def sparse_attention(
     )
     for launch in (store, store_index, select, attend):
         launch()
-    return result
+    return result if out is not None else refuse_backward("attend", result, q, k, v)

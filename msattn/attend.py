@@ -9,7 +9,7 @@ import torch
 
 from .cache import KVCache, Scale
 from .checks import fail, require_number, require_output, require_tensor, require_type
-from .dispatch import Launch, Problem, nothing, prepare
+from .dispatch import Launch, Problem, nothing, prepare, refuse_backward
 from .indexer import require_rows
 from .plan import Plan
 from .store import MODEL_DTYPES
@@ -84,6 +84,9 @@ def attend(
         the sum of the exponentiated, scaled logits, ``[T, Hq]`` fp32. A row that sees nothing is
         exactly 0 with LSE -inf. Rows behind the plan's last query token are not written in a
         caller's buffer.
+
+        There is no backward pass: one through a result that was allocated here raises
+        NotImplementedError.
     """
     launch, result = prepare_attend(
         q,
@@ -98,7 +101,8 @@ def attend(
         impl=impl,
     )
     launch()
-    return result
+    own = out is not None or lse_out is not None
+    return result if own else refuse_backward("attend", result, q)
 
 
 def prepare_attend(

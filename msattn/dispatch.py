@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -59,8 +59,9 @@ class Implementation:
     why_not: Callable[[Problem], list[str]] = field(repr=False)
 
     def load(self, stage: str) -> Callable[..., Any]:
+        """The function, which writes into tensors that are there, for none of autograd's graphs."""
         function: Callable[..., Any] = getattr(import_module(self.module, __package__), stage)
-        return function
+        return torch.no_grad()(function) if self.name == "reference" else function
 
 
 def _reference_why_not(problem: Problem) -> list[str]:
@@ -114,6 +115,32 @@ def _launch_on(device: torch.device, launch: Launch) -> None:
 
 def nothing() -> None:
     """The launch of a stage without tokens."""
+
+
+Result = TypeVar("Result", bound="torch.Tensor | tuple[torch.Tensor, ...]")
+
+
+def refuse_backward(stage: str, result: Result, *inputs: torch.Tensor) -> Result:
+    """``result``; where autograd would follow an input, views whose backward pass raises."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return result
+    results = result if isinstance(result, tuple) else (result,)
+    apply: Callable[..., Any] = _NoBackward.apply
+    views = apply(stage, len(results), *results, *inputs)
+    return cast(Result, views if isinstance(result, tuple) else views[0])
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stage: str, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.stage = stage
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            f"{ctx.stage} has no backward pass; call it under torch.no_grad()"
+        )
 
 
 _CHOSEN: dict[tuple[str, Problem], tuple[tuple[Implementation, ...], Callable[..., Any]]] = {}

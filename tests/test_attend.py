@@ -460,3 +460,34 @@ def test_no_memory_layout_is_lost_on_the_way(seed: int) -> None:
     )
     assert not inputs.q.is_contiguous() and not inputs.cache.tensor.is_contiguous()
     check(inputs, make_block_ids(inputs, seed=seed))
+
+
+def test_what_autograd_follows() -> None:
+    """Nothing: the pool stays as it was, and whoever asks for gradients is told."""
+    inputs = make(CASES["mixed"])
+    q = inputs.q.requires_grad_()
+    ids = make_block_ids(inputs)
+    out, lse = msattn.attend(q, inputs.cache, ids, inputs.plan(), return_lse=True)
+    for result in (out[: inputs.case.num_tokens].sum(), lse[0].sum()):
+        with pytest.raises(NotImplementedError, match="attend has no backward pass"):
+            result.backward(retain_graph=True)
+    own = inputs.new_out()
+    assert msattn.attend(q, inputs.cache, ids, inputs.plan(), out=own) is own
+    assert not own.requires_grad
+    with torch.no_grad():
+        assert not msattn.attend(q, inputs.cache, ids, inputs.plan()).requires_grad
+
+
+def test_pools_that_autograd_might_follow() -> None:
+    config = CASES["mixed"].config
+    cache, index = msattn.KVCache.allocate(2, config), msattn.IndexCache.allocate(2, config)
+    with torch.no_grad():
+        cache.dequantize()  # views made without a graph must not be in the way
+    k, v = (torch.randn(3, 2, 128).bfloat16().requires_grad_() for _ in range(2))
+    slots = torch.tensor([0, 5, 130])
+    msattn.store_kv(k, v, cache, slots)
+    msattn.store_index_k(k[:, 0], index, slots)
+    assert not cache.tensor.requires_grad and not index.tensor.requires_grad
+    assert torch.equal(cache.tensor[1, :, 2, :128], k[2]) and torch.equal(
+        index.tensor[1, 2], k[2, 0]
+    )

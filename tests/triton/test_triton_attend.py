@@ -121,6 +121,26 @@ def test_pages_are_converted_once_for_long_prompts(
 
 
 @pytest.mark.parametrize("schedule", ["union", "kv_major"])
+@pytest.mark.parametrize("form", ["columns", "one for each head"])
+def test_scales_of_slots_that_lie_apart(
+    form: str, schedule: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if schedule == "kv_major":
+        request.getfixturevalue("kv_major")
+    inputs = make(CASES["mixed"], kv_format="fp8_e4m3", scales="slots", device=device)
+    given = inputs.cache.k_scale, inputs.cache.v_scale
+    if form == "columns":
+        scales = [poisoned((x.shape[1], 7), x.dtype, device)[:, 2:4].T.copy_(x) for x in given]
+    else:
+        each = torch.tensor([[0.7], [1.3]], device=device)
+        scales = [(each * i).expand_as(x) for i, x in enumerate(given, 1)]
+    assert all(x.stride(1) != 1 for x in scales)
+    k_scale, v_scale = scales
+    ids = make_block_ids(inputs)
+    check(replace(inputs, cache=replace(inputs.cache, k_scale=k_scale, v_scale=v_scale)), ids)
+
+
+@pytest.mark.parametrize("schedule", ["union", "kv_major"])
 def test_heads_that_lie_far_apart(
     schedule: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:

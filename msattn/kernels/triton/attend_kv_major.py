@@ -256,7 +256,9 @@ def _attend_items_kernel(
     k_scale,
     v_scale,
     stride_k_scale,
+    stride_k_scale_slot,
     stride_v_scale,
+    stride_v_scale_slot,
     softmax_scale_log2,
     seq_lens_ptr,
     page_table_ptr,
@@ -320,10 +322,12 @@ def _attend_items_kernel(
     r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK)
     column = column_of(d, FORMAT, D)
     if K_SCALE_PER_SLOT:
-        slot = head.to(tl.int64) * stride_k_scale + page * BLOCK + n
+        slot = (page * BLOCK + n) * stride_k_scale_slot
+        slot += head.to(tl.int64) * stride_k_scale
         key_scale = tl.load(k_scale + slot, mask=n < num_keys, other=0.0)
     if V_SCALE_PER_SLOT:
-        slot = head.to(tl.int64) * stride_v_scale + page * BLOCK + n
+        slot = (page * BLOCK + n) * stride_v_scale_slot
+        slot += head.to(tl.int64) * stride_v_scale
         value_scale = tl.load(v_scale + slot, mask=n < num_keys, other=0.0)
     scale = softmax_scale_log2 * load_scale(q_scale, Q_SCALE_ON_DEVICE)
     out_scale = 1.0

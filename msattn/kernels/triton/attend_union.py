@@ -195,7 +195,9 @@ def _attend_kernel(
     k_scale,  # a number, or a pointer to one, or to [Hkv, slots]
     v_scale,
     stride_k_scale,  # between heads, for one scale per slot
+    stride_k_scale_slot,
     stride_v_scale,
+    stride_v_scale_slot,
     softmax_scale_log2,  # softmax_scale * log2(e)
     tile_request_ptr,
     tile_row_ptr,
@@ -338,14 +340,16 @@ def _attend_kernel(
         )  # [D, BLOCK]
         s = tl.dot(q, k)
         if K_SCALE_PER_SLOT:
-            slot = head.to(tl.int64) * stride_k_scale + page * BLOCK + n
+            slot = (page * BLOCK + n) * stride_k_scale_slot
+            slot += head.to(tl.int64) * stride_k_scale
             s *= tl.load(k_scale + slot, mask=n < num_keys, other=0.0)[None, :]
         last_key = tl.where(chosen, position - first_key, -1)
         p, rescale, running_max, running_sum = _softmax_step(
             s, last_key, scale, running_max, running_sum
         )
         if V_SCALE_PER_SLOT:
-            slot = head.to(tl.int64) * stride_v_scale + page * BLOCK + n
+            slot = (page * BLOCK + n) * stride_v_scale_slot
+            slot += head.to(tl.int64) * stride_v_scale
             p *= tl.load(v_scale + slot, mask=n < num_keys, other=0.0)[None, :]
         v_base = v_ptr + page * stride_v_page + head.to(tl.int64) * stride_v_head
         v = load_v_tile(

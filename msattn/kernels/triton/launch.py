@@ -25,7 +25,8 @@ def scale_arguments(name: str, scale: Scale, *, slots: bool = True) -> dict[str,
     if slots:
         per_slot = isinstance(scale, torch.Tensor) and scale.dim() == 2
         arguments[f"{name.upper()}_PER_SLOT"] = per_slot
-        arguments[f"stride_{name}"] = scale.stride(0) if per_slot else 0  # type: ignore[union-attr]
+        strides = scale.stride() if per_slot else (0, 1)  # type: ignore[union-attr]
+        arguments[f"stride_{name}"], arguments[f"stride_{name}_slot"] = strides
     return arguments
 
 
