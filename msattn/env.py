@@ -19,6 +19,10 @@ IMPL: str = os.environ.get("MSATTN_IMPL", "auto")
 LOG: bool = os.environ.get("MSATTN_LOG", "0") == "1"
 """``MSATTN_LOG=1`` (default 0): one line on stderr for each choice of an implementation, once."""
 
+VERIFY_ROWS: bool = os.environ.get("MSATTN_VERIFY_ROWS", "0") == "1"
+"""``MSATTN_VERIFY_ROWS=1`` (default 0): on Hopper, verification of 3 to 16 tokens multiplies with
+queries as rows, and widens narrow pages once. Not timed on a GPU yet."""
+
 DECODE_MIN_BATCH: int = read_int("MSATTN_DECODE_MIN_BATCH", 1)
 """``MSATTN_DECODE_MIN_BATCH`` (default 1): decode requests from which serving plans the tensor-core
 decode; smaller batches take the Triton one."""

@@ -581,6 +581,9 @@ class Gluon(_Namespace):
             values.append(Value(bits.view(each).reshape(x.shape)))
         return tuple(values)
 
+    def expand_dims(self, x: Value, axis: int) -> Value:
+        return Value(x.data.unsqueeze(axis))
+
     def join(self, x: Value, y: Value) -> Value:
         return Value(torch.stack((x.data, y.data), -1))
 

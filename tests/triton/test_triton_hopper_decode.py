@@ -1,7 +1,8 @@
 """Decode and verification on Hopper on a CPU, by ``gluon_on_torch``: against the oracle.
 
-Each step runs as tiles of one token and as tiles of several, on several numbers of programs: some
-share their units' entries, some have units of their own. ``tests/gpu/test_gpu_hopper_decode.py``
+Each step runs as tiles of one token and as tiles of several, whose rows are columns or rows of the
+products, on several numbers of programs: some share their units' entries, some have units of their
+own. ``tests/gpu/test_gpu_hopper_decode.py``
 has larger steps, for the compiled kernel.
 """
 
@@ -15,7 +16,8 @@ from gluon_machine import Machine
 from gluon_on_torch import emulate
 from hopper_step import run
 
-from msattn.kernels.hopper import attend_decode, attend_union
+from msattn import env
+from msattn.kernels.hopper import attend_decode, attend_union, attend_verify, shares
 from msattn.kernels.triton import launch
 from msattn.testing import compare
 from msattn.testing.cases import CASES, LAYOUTS, Case, make_config
@@ -31,6 +33,12 @@ pytestmark = [
 Check = Callable[..., None]
 
 PROCESSORS = (1, 3, 200)
+# Entries up to which tokens are tiles of their own, whether others are rows, and the kernel.
+TILES = (
+    (1 << 30, False, "_decode_kernel"),
+    (0, False, "_decode_kernel"),
+    (0, True, "_verify_kernel"),
+)
 SMALL_CASES = [
     case
     for case in CASES.values()
@@ -46,21 +54,23 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     monkeypatch.setattr(attend_decode, "pays", lambda *_: True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
-    yield emulate(monkeypatch, attend_decode, attend_union, seed=seed)
+    monkeypatch.setattr(attend_verify, "MIN_TOKENS", 1)
+    yield emulate(monkeypatch, attend_decode, attend_union, attend_verify, shares, seed=seed)
     torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """A step by both kinds of tiles: the oracle's numbers, the same bits each time."""
+    """A step by each kind of tiles: the oracle's numbers, the same bits each time."""
 
     def check_step(inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None) -> None:
-        for direct_entries in (0, 1 << 30):
+        for direct_entries, rows, kernel in TILES:
             monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", direct_entries)
+            monkeypatch.setattr(env, "VERIFY_ROWS", rows)
             for processors in PROCESSORS:
                 monkeypatch.setattr(launch, "num_processors", lambda device, n=processors: n)
                 out, lse = run(inputs, ids, softmax_scale)
-                copied = machine.copied["_decode_kernel"]
+                copied = machine.copied[kernel]
                 assert copied or not lse.isfinite().any(), "the kernel did nothing"
                 compare.assert_attention(inputs, ids, out, lse, softmax_scale=softmax_scale)
                 again, lse_again = run(inputs, ids, softmax_scale)

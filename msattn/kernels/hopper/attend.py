@@ -20,6 +20,7 @@ from ..triton.recording import decline
 from . import attend_decode as decode
 from . import attend_kv_major as kv_major
 from . import attend_union as union
+from . import attend_verify as verify
 from .support import MAX_FEW_QUERIES
 
 
@@ -101,6 +102,11 @@ def _attend_few(
 ) -> None:
     """The launches of a step of few query tokens for each request."""
     slots = block_ids.shape[2]
+    rows = verify.choose(plan, slots)
+    if rows is not None and decode.can_read(cache) and verify.pays(plan, slots):
+        lists = attend_union.make_lists(block_ids, cache, plan, rows.tokens, rows.tokens)
+        verify.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
+        return
     tile = decode.choose(plan, slots)
     if tile is None or not (decode.can_read(cache) and decode.pays(plan, tile, slots)):
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)

@@ -1,12 +1,9 @@
 """Decode and verification on Hopper: one launch, pages by the copy engine, keys first in products.
 
-A unit is a tile (some query tokens of one request) and a KV head; its entries are the blocks that
-its tokens chose. The entries of all units are one list, counted on the device, of which each
-program takes an equal share: no choice is made of lengths, and none is kept by a graph. A program's
-producer warp loads K and V of its entries into a ring, across units. A consumer is a warpgroup of
-up to 64 columns, EACH tokens of GROUP_ROWS query heads: keys, and then elements of V, are the rows
-of its products, so that few columns waste nothing. Units that shares cut are merged by the last of
-their programs to arrive.
+Programs take equal shares of the step's blocks (:mod:`.shares`). A program's producer warp loads K
+and V of its entries into a ring, across units. A consumer is a warpgroup of up to 64 columns, EACH
+tokens of GROUP_ROWS query heads: keys, and then elements of V, are the rows of its products, so
+that few columns waste nothing.
 
 Tiles of one token walk its block ids as they are; longer ones the union of their tokens' blocks
 (see ``kernels/triton/attend_union.py``, the twin).
@@ -35,6 +32,7 @@ from ..triton.attend_union import MAX_LIST, make_lists
 from ..triton.recording import start
 from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_union import BLOCK, HALF, LN2, D, load_factor, rows_of_a_token
+from .shares import MIN_SHARE, find_share, join_parts, unit_size
 
 COLUMNS = 32
 """Of a consumer, if a token has no more: with twice as many, narrow pages spill."""
@@ -47,79 +45,11 @@ PROGRAMS = 2
 """Of a multiprocessor, with one consumer each; programs of two consumers have it alone."""
 MAX_STAGES = 8
 """Sides of pages under way: as many as fit, but no more than a program can be ahead."""
-MIN_SHARE = 2
-"""Entries of a program, where there are so few."""
-COUNTS = gl.constexpr(512)
-"""Units whose sizes a program adds up at once."""
 REGISTERS, MAX_REGISTERS = 1 << 16, 248
 SHARED_BYTES = 228 << 10
 """Of a multiprocessor, 1 KiB for each program included that it cannot have."""
 CONSUMER_REGISTERS = 232
 """Of a thread of the second consumer; the first one has what the others leave."""
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _unit_size(
-    unit, counts_ptr, tile_request_ptr, num_heads, num_slots, inside, DIRECT: gl.constexpr
-):
-    """Entries of a unit, at least one that is used; it may name no block, but writes the output."""
-    if DIRECT:
-        return gl.maximum(num_slots, 1)
-    else:
-        count = gl.load(counts_ptr + unit, mask=inside, other=0)
-        request = gl.load(tile_request_ptr + unit // num_heads, mask=inside, other=-1)
-        return gl.where(request >= 0, gl.maximum(count, 1), 0)
-
-
-@gluon.jit
-def _find_share(
-    counts_ptr,
-    tile_request_ptr,
-    num_entries,
-    num_units,
-    num_heads,
-    num_slots,
-    min_share,
-    WARPS: gl.constexpr,
-    DIRECT: gl.constexpr,
-):  # fmt: skip
-    """Entries of each program; this one's first unit, and the entries before that."""
-    layout: gl.constexpr = gl.BlockedLayout([COUNTS // (32 * WARPS)], [32], [WARPS], [0])
-    i = gl.arange(0, COUNTS, layout=layout)
-    if not DIRECT:
-        num_entries = 0
-        for at in range(0, num_units, COUNTS):
-            unit = at + i
-            size = _unit_size(
-                unit, counts_ptr, tile_request_ptr, num_heads, num_slots, unit < num_units, DIRECT
-            )
-            num_entries += gl.sum(size, 0)
-    programs = gl.num_programs(0)
-    share = gl.maximum((num_entries + programs - 1) // programs, min_share)
-    first = gl.program_id(0) * share
-    if DIRECT:
-        size = _unit_size(0, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
-        unit = first // size
-        before = unit * size
-    else:
-        unit = 0
-        before = 0
-        seen = 0
-        for at in range(0, num_units, COUNTS):
-            units = at + i
-            size = _unit_size(
-                units, counts_ptr, tile_request_ptr, num_heads, num_slots, units < num_units, DIRECT
-            )
-            is_before = seen + gl.associative_scan(size, 0, _add) <= first
-            unit += gl.sum(is_before.to(gl.int32), 0)
-            before += gl.sum(gl.where(is_before, size, 0), 0)
-            seen += gl.sum(size, 0)
-    return share, num_entries, unit, before
 
 
 @gluon.jit
@@ -178,7 +108,7 @@ def _load_entry(
 
 
 @gluon.jit
-def _first_token(seq_len, block, FORMAT: gl.constexpr):
+def first_token_of(seq_len, block, FORMAT: gl.constexpr):
     """Of a page as it is loaded: it ends with the sequence, behind which may be anything, NaN too.
 
     What lies before the page's first token, the engine fills with zeros. NVFP4 pages are whole:
@@ -191,7 +121,7 @@ def _first_token(seq_len, block, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _load_pages(
+def load_pages(
     k_desc,
     v_desc,
     k_scales_desc,
@@ -222,7 +152,7 @@ def _load_pages(
     end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
-        size = _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
         row = gl.load(tile_row_ptr + tile)
         ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
@@ -244,7 +174,7 @@ def _load_pages(
                 SLOTS, 1, DIRECT,
             )  # fmt: skip
             if page >= 0:
-                first_token = _first_token(seq_len, block, FORMAT)
+                first_token = first_token_of(seq_len, block, FORMAT)
                 for side in gl.static_range(2):
                     slot = step % STAGES
                     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -269,7 +199,7 @@ def _load_pages(
 
 
 @gluon.jit
-def _widen(x, E5M2: gl.constexpr):
+def widen(x, E5M2: gl.constexpr):
     """fp8 bytes as fp16 numbers, exact."""
     if E5M2:
         return x.to(gl.float8e5, bitcast=True).to(gl.float16)
@@ -301,7 +231,7 @@ mantissa of both halves' low nibbles, and of their high ones, go to their places
 
 
 @gluon.jit
-def _decode(codes, scales, layout: gl.constexpr):
+def decode_nvfp4(codes, scales, layout: gl.constexpr):
     """NVFP4 bytes [128, 64] and scales [128, 8] as fp16 numbers [128, 128], 1/256 of themselves.
 
     ``layout`` is of bytes as [128, 8, 8]. See ``nvfp4_to_fp16`` of the twin.
@@ -355,8 +285,8 @@ def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
             [],
             [8, 128],
         )
-        factors = gl.reshape(_widen(scales.load(lines), False), (BLOCK, 8))
-        return _in_order_of_k(_decode(page.load(codes), factors, groups), FORMAT)
+        factors = gl.reshape(widen(scales.load(lines), False), (BLOCK, 8))
+        return _in_order_of_k(decode_nvfp4(page.load(codes), factors, groups), FORMAT)
     else:
         loaded: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
@@ -365,7 +295,7 @@ def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
             [],
             [128, 128],
         )
-        return _in_order_of_k(_widen(page.load(loaded), E5M2), FORMAT)
+        return _in_order_of_k(widen(page.load(loaded), E5M2), FORMAT)
 
 
 @gluon.jit
@@ -437,12 +367,12 @@ def _narrow_v(
             [],
             [8, 128],
         )
-        factors = gl.reshape(_widen(scales.load(lines), False), (32, 8, 4))
+        factors = gl.reshape(widen(scales.load(lines), False), (32, 8, 4))
         factors = gl.reshape(gl.permute(factors, (0, 2, 1)), (BLOCK, 8))
         factors = gl.convert_layout(factors, gl.SliceLayout(2, groups))
         n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, groups)))
         factors = gl.where((n < num_keys)[:, None], factors, 0.0)
-        x = _decode(page.load(codes), factors, groups)
+        x = decode_nvfp4(page.load(codes), factors, groups)
     else:
         loaded: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
@@ -451,13 +381,13 @@ def _narrow_v(
             [],
             [128, 128],
         )
-        x = _widen(page.load(loaded), E5M2)
+        x = widen(page.load(loaded), E5M2)
     x = gl.reshape(gl.permute(x, (1, 0)), (4, 8, 2, 2, BLOCK))
     return gl.convert_layout(gl.reshape(gl.permute(x, (2, 0, 3, 1, 4)), (D, BLOCK)), operand)
 
 
 @gluon.jit
-def _page(ring, scales, slot, FORMAT: gl.constexpr):
+def page_of(ring, scales, slot, FORMAT: gl.constexpr):
     """A side of a page in the ring, and its block scales."""
     if FORMAT == NVFP4:
         return ring.index(slot).reshape((BLOCK, HALF)), scales.index(slot).reshape((8, BLOCK))
@@ -533,7 +463,6 @@ def _attend_columns(
         entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
     ) = blocks
     share, num_entries, unit, before, num_heads = work
-    partial_out_ptr, partial_state_ptr, arrivals_ptr = parts
     # fmt: on
     COLUMNS: gl.constexpr = EACH * GROUP_ROWS
     MINE: gl.constexpr = (1 << EACH) - 1
@@ -548,13 +477,11 @@ def _attend_columns(
     c = gl.arange(0, COLUMNS, layout=column)
     n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, product))
     zero = gl.zeros([BLOCK, COLUMNS], gl.float32, layout=product)
-    program = gl.program_id(0)
-    begin = program * share
-    at = begin
+    at = gl.program_id(0) * share
     end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
-        size = _unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
         first_row = gl.load(tile_row_ptr + tile)
         ids = block_ids_ptr + first_row.to(gl.int64) * stride_ids_t + head * stride_ids_h
@@ -585,7 +512,7 @@ def _attend_columns(
             other=0,
         )
         if FP8_QUERY:
-            q = _widen(q, False)
+            q = widen(q, False)
         q = (q.to(gl.float32) * SIGN).to(DTYPE)
         queries.store(_in_order_of_k(q, FORMAT) if FORMAT != WIDE else q)
         fence_async_shared()
@@ -604,8 +531,8 @@ def _attend_columns(
                 k_slot, v_slot = step % STAGES, (step + 1) % STAGES
                 k_phase, v_phase = (step // STAGES) & 1, ((step + 1) // STAGES) & 1
                 step += 2
-                k, k_scales = _page(ring, scales, k_slot, FORMAT)
-                v, v_scales = _page(ring, scales, v_slot, FORMAT)
+                k, k_scales = page_of(ring, scales, k_slot, FORMAT)
+                v, v_scales = page_of(ring, scales, v_slot, FORMAT)
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
                     if FORMAT != WIDE:
@@ -619,7 +546,7 @@ def _attend_columns(
                         )
                         s = warpgroup_mma_wait(0, deps=(s,))
                         mbarrier.arrive(empty.index(k_slot), count=1)
-                    first_token = _first_token(seq_len, block, FORMAT)
+                    first_token = first_token_of(seq_len, block, FORMAT)
                     last = gl.where(
                         ((tokens >> token) & 1) != 0,
                         first_position + token - block * BLOCK - first_token,
@@ -658,27 +585,13 @@ def _attend_columns(
                     mbarrier.arrive(empty.index(v_slot), count=1)
 
         total = gl.convert_layout(gl.sum(gl.sum(running_sum, 0), 0), column)
-        first_program, last_program = before // share, (before + size - 1) // share
-        is_last = first_program == last_program
-        if first_program < last_program:
-            numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[
-                None, :
-            ]
-            part = _part(program, before, share, CONSUMER, CONSUMERS)
-            gl.store(partial_out_ptr + part * (D * COLUMNS) + numbers, acc)
-            gl.store(partial_state_ptr + part * (2 * COLUMNS) + c, running_max)
-            gl.store(partial_state_ptr + part * (2 * COLUMNS) + COLUMNS + c, total)
-            # All of the consumer's stores come before its arrival.
-            gl.thread_barrier()
-            arrivals = arrivals_ptr + unit * CONSUMERS + CONSUMER
-            arrived = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-            is_last = arrived == last_program - first_program
-            if is_last:
-                gl.store(arrivals, 0)
-                acc, running_max, total = _merge(
-                    partial_out_ptr, partial_state_ptr, numbers, c, zero,
-                    before, share, first_program, last_program, CONSUMER, CONSUMERS, COLUMNS,
-                )  # fmt: skip
+        numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[
+            None, :
+        ]
+        is_last, acc, running_max, total = join_parts(
+            parts, unit, before, size, share, numbers, c, acc, running_max, total, zero,
+            CONSUMER, CONSUMERS, COLUMNS, 0,
+        )  # fmt: skip
         if is_last:
             is_empty = total == 0.0
             result = acc * (out_scale / gl.where(is_empty, 1.0, total))[None, :]
@@ -704,56 +617,6 @@ def _attend_columns(
         before += size
         at = gl.minimum(before, end)
         unit += 1
-
-
-@gluon.jit
-def _part(program, before, share, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Where a program leaves its part of a unit: one place for its first unit, one for its last."""
-    is_second = before > program * share
-    return ((program * 2 + is_second.to(gl.int32)) * CONSUMERS + CONSUMER).to(gl.int64)
-
-
-@gluon.jit
-def _merge(
-    partial_out_ptr,
-    partial_state_ptr,
-    numbers,
-    c,
-    acc,
-    before,
-    share,
-    first_program,
-    last_program,
-    CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
-    """Output, maximum and sum of a unit from those of its parts, whose order is always the same."""
-    AHEAD: gl.constexpr = max(64 // COLUMNS, 1)
-    column: gl.constexpr = c.type.layout
-    running_max = gl.full([COLUMNS], -1e30, gl.float32, layout=column)
-    for first in range(first_program, last_program + 1, AHEAD):
-        for i in gl.static_range(AHEAD):
-            program = gl.minimum(first + i, last_program)
-            part = _part(program, before, share, CONSUMER, CONSUMERS)
-            part_max = gl.load(partial_state_ptr + part * (2 * COLUMNS) + c, cache_modifier=".cg")
-            running_max = gl.maximum(running_max, part_max)
-    total = gl.zeros([COLUMNS], gl.float32, layout=column)
-    for first in range(first_program, last_program + 1, AHEAD):
-        for i in gl.static_range(AHEAD):
-            # Loaded whether there or not: the assembler moves no load with a mask up.
-            program = gl.minimum(first + i, last_program)
-            part = _part(program, before, share, CONSUMER, CONSUMERS)
-            state = partial_state_ptr + part * (2 * COLUMNS)
-            part_max = gl.load(state + c, cache_modifier=".cg")
-            part_sum = gl.load(state + COLUMNS + c, cache_modifier=".cg")
-            part_out = gl.load(
-                partial_out_ptr + part * (D * COLUMNS) + numbers, cache_modifier=".cg"
-            )
-            weight = gl.where(first + i <= last_program, gl.exp2(part_max - running_max), 0.0)
-            total += part_sum * weight
-            acc += part_out * weight[None, :]
-    return acc, running_max, total
 
 
 @gluon.jit(
@@ -852,7 +715,7 @@ def _decode_kernel(
     fence_async_shared()
     gl.thread_barrier()
     num_rows = gl.load(cu_seqlens_ptr + num_requests)
-    share, num_entries, unit, before = _find_share(
+    share, num_entries, unit, before = find_share(
         counts_ptr, tile_request_ptr, num_rows * num_heads * gl.maximum(num_slots, 1),
         num_units, num_heads, num_slots, min_share, 4, DIRECT,
     )  # fmt: skip
@@ -884,7 +747,7 @@ def _decode_kernel(
                     0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
-                (_load_pages, (
+                (load_pages, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
                     ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
                 )),
@@ -913,7 +776,7 @@ def _decode_kernel(
                     1, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
-                (_load_pages, (
+                (load_pages, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
                     ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
                 )),
@@ -970,7 +833,7 @@ def choose(plan: Plan, slots: int) -> Tile | None:
     """
     group_rows = rows_of_a_token(plan.config)
     length = plan.query_len_class
-    if _entries_of_a_program(plan, slots) <= DIRECT_ENTRIES:
+    if is_few(plan, slots):
         length = 1
     if length == 1 and slots <= MAX_DIRECT_SLOTS:
         return Tile(1, group_rows, 1)
@@ -989,6 +852,11 @@ def pays(plan: Plan, tile: Tile, slots: int) -> bool:
     return plan.query_len_class > 1 or (is_narrow and _entries_of_a_program(plan, slots) >= 1)
 
 
+def is_few(plan: Plan, slots: int) -> bool:
+    """Each token is a tile: making lists would take longer than they save."""
+    return _entries_of_a_program(plan, slots) <= DIRECT_ENTRIES
+
+
 def _entries_of_a_program(plan: Plan, slots: int) -> float:
     """Where each token is a tile, and all slots hold blocks."""
     entries = plan.max_rows * plan.config.num_kv_heads * slots
@@ -1000,7 +868,7 @@ def can_read(cache: KVCache) -> bool:
     scales = (cache.k_scale, cache.v_scale)
     if any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
         return False
-    return all(launch.can_copy_in_bulk(side) for side in _sides(cache))
+    return all(launch.can_copy_in_bulk(side) for side in sides_of(cache))
 
 
 def attend(
@@ -1028,7 +896,7 @@ def attend(
     lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
     entries, pages, counts = lists[:3] if lists else (arrivals, arrivals, arrivals)
     constants = launch.format_arguments(cache.format, q.device)
-    sides = [_descriptor(side) for side in _sides(cache)]
+    sides = [descriptor_of(side) for side in sides_of(cache)]
     start(
         _decode_kernel,
         (programs,),
@@ -1092,7 +960,7 @@ def attend(
     )
 
 
-def _sides(cache: KVCache) -> tuple[torch.Tensor, ...]:
+def sides_of(cache: KVCache) -> tuple[torch.Tensor, ...]:
     """K and V as the engine copies them, bytes where narrow; of NVFP4 the block scales, too."""
     if not cache.format.scale_group:
         return launch.raw(cache.k), launch.raw(cache.v)
@@ -1105,7 +973,7 @@ def _sides(cache: KVCache) -> tuple[torch.Tensor, ...]:
     return views.k_codes, views.v_codes, *scales
 
 
-def _descriptor(side: torch.Tensor) -> TensorDescriptor:
+def descriptor_of(side: torch.Tensor) -> TensorDescriptor:
     """A side of a pool; what it has of a page and head is a box."""
     row = side.shape[3] * side.element_size()
     layout = gl.NVMMASharedLayout(min(row, 128), 8 * side.element_size(), rank=4)

@@ -1,0 +1,593 @@
+"""Verification on Hopper: the blocks that a request's tokens chose are read, and widened, once.
+
+Programs take equal shares of the step's blocks (:mod:`.shares`). A tile has the rows of two
+consumer warpgroups, up to 64 each: EACH tokens of GROUP_ROWS query heads. Queries are the rows of
+the products, as in prefill (:mod:`.attend_union`): a page in shared memory is an operand as it
+lies, and each consumer skips the blocks that none of its tokens chose. The producer is that of
+decode (:mod:`.attend_decode`). Narrow pages go through one more warpgroup, which turns them into
+16 bits for both consumers.
+
+``kernels/triton/attend_union.py`` is the twin, and makes the lists.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ... import env
+from ...cache import KVCache, Scale
+from ...plan import Plan
+from ..triton import launch
+from ..triton.attend_union import MAX_LIST, Lists
+from ..triton.recording import start
+from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
+from .attend_decode import (
+    SHARED_BYTES,
+    decode_nvfp4,
+    descriptor_of,
+    first_token_of,
+    is_few,
+    load_pages,
+    page_of,
+    sides_of,
+    widen,
+)
+from .attend_union import BLOCK, LN2, ROWS, D, load_factor, rows_of_a_token
+from .shares import MIN_SHARE, find_share, join_parts, unit_size
+
+CONSUMERS = 2
+MIN_TOKENS = 4
+"""Of a request: of fewer, most rows would be padding."""
+MAX_TOKENS = 16
+"""Of a tile: bits of a list's entry."""
+PAGES = {False: 6, True: 4}
+"""Sides of 16 bit pages in the ring, 32 KiB each; fewer where narrow ones are before them."""
+MAX_STAGES = 8
+"""Sides of narrow pages under way: as many as fit."""
+PAGE_BYTES = BLOCK.value * D.value * 2
+# Registers of a thread: of the second consumer, the converter, the producer.
+CONSUMER_REGISTERS = {False: 232, True: 184}
+CONVERTER_REGISTERS, PRODUCER_REGISTERS = 104, 40
+
+
+@gluon.jit
+def _attend_rows(
+    q_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    out_ptr,
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,
+    stride_lse_t,
+    stride_lse_h,
+    parts,
+    requests,
+    lists,
+    work,
+    scale,
+    out_scale,
+    queries,
+    pages,
+    full,
+    empty,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    EACH: gl.constexpr,  # query tokens of a consumer
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    PAGES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    FP8_QUERY: gl.constexpr,
+    SIGN: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
+    """A consumer: online softmax of its 64 rows over the entries of the program's share."""
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    entries_ptr, _pages_ptr, counts_ptr, max_list = lists
+    share, num_entries, unit, before, num_heads = work
+    ALL: gl.constexpr = (1 << EACH) - 1
+    DTYPE: gl.constexpr = queries.dtype
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]
+    )
+    weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, product)
+    whole: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    queries = queries.index(CONSUMER)
+    r = gl.arange(0, ROWS, layout=row_layout)
+    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, product))
+    token, member = r // GROUP_ROWS, r % GROUP_ROWS
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=product)
+    at = gl.program_id(0) * share
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, 0, True, False)
+        tile, head = unit // num_heads, unit % num_heads
+        first_row = gl.load(tile_row_ptr + tile) + CONSUMER * EACH
+        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        end_row = gl.load(cu_seqlens_ptr + request + 1)
+        first_position = seq_len - (end_row - first_row)
+        # Blocks before this one are seen whole by every token of the consumer.
+        first_partial = (first_position + 1) // BLOCK
+        listed = entries_ptr + unit.to(gl.int64) * max_list
+        count = gl.load(counts_ptr + unit)
+
+        q_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, whole))
+        q_d = gl.arange(0, D, layout=gl.SliceLayout(0, whole))
+        q_row, q_member = first_row + q_r // GROUP_ROWS, q_r % GROUP_ROWS
+        q_live = (q_row < end_row) & (q_r // GROUP_ROWS < EACH) & (q_member < GROUP)
+        q = gl.load(
+            q_ptr
+            + (q_row.to(gl.int64) * stride_q_t + (head * GROUP + q_member) * stride_q_h)[:, None]
+            + (q_d * stride_q_d)[None, :],
+            mask=q_live[:, None],
+            other=0,
+        )
+        if FP8_QUERY:
+            q = widen(q, False)
+        queries.store((q.to(gl.float32) * SIGN).to(DTYPE))
+        fence_async_shared()
+        gl.thread_barrier()
+
+        running_max = gl.full([ROWS], -1e30, gl.float32, layout=row_layout)
+        running_sum = gl.zeros([ROWS], gl.float32, layout=row_layout)
+        acc = gl.zeros([ROWS, D], gl.float32, layout=product)
+        for i in range(at - before, gl.minimum(end - before, count)):
+            entry = gl.load(listed + i)
+            block = entry >> 16
+            chosen = (entry >> (CONSUMER * EACH)) & ALL
+            k_slot, v_slot = step % PAGES, (step + 1) % PAGES
+            k_phase, v_phase = (step // PAGES) & 1, ((step + 1) // PAGES) & 1
+            step += 2
+            mbarrier.wait(full.index(k_slot), k_phase)
+            if chosen != 0:
+                k = pages.index(k_slot).reshape((BLOCK, D))
+                s = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                mbarrier.arrive(empty.index(k_slot), count=1)
+                if (chosen != ALL) | (block >= first_partial):
+                    first_token = first_token_of(seq_len, block, FORMAT)
+                    last_key = gl.where(
+                        ((chosen >> token) & 1) != 0,
+                        first_position + token - block * BLOCK - first_token,
+                        -1,
+                    )
+                    sees = (n >= -first_token)[None, :] & (n[None, :] <= last_key[:, None])
+                    s = gl.where(sees, s, float("-inf"))
+                new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
+                rescale = gl.exp2(running_max - new_max)
+                p = gl.exp2(s * scale - new_max[:, None])
+                running_sum = running_sum * rescale + gl.sum(p, 1)
+                acc = acc * rescale[:, None]
+                running_max = new_max
+                p = gl.convert_layout(p.to(DTYPE), weights)
+                mbarrier.wait(full.index(v_slot), v_phase)
+                v = pages.index(v_slot).reshape((BLOCK, D))
+                acc = warpgroup_mma(p, v, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(v_slot), count=1)
+            else:
+                mbarrier.arrive(empty.index(k_slot), count=1)
+                mbarrier.wait(full.index(v_slot), v_phase)
+                mbarrier.arrive(empty.index(v_slot), count=1)
+
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, product))
+        is_last, acc, running_max, total = join_parts(
+            parts, unit, before, size, share, (r * D)[:, None] + d[None, :], r,
+            acc, running_max, running_sum, zero, CONSUMER, CONSUMERS, ROWS, 1,
+        )  # fmt: skip
+        if is_last:
+            is_empty = total == 0.0
+            factor = out_scale / gl.where(is_empty, 1.0, total)
+            row, q_head = first_row + token, head * GROUP + member
+            live = (row < end_row) & (token < EACH) & (member < GROUP)
+            gl.store(
+                out_ptr
+                + (row.to(gl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
+                + (d * stride_out_d)[None, :],
+                (acc * factor[:, None]).to(out_ptr.dtype.element_ty),
+                mask=live[:, None],
+            )
+            if HAS_LSE:
+                lse = gl.where(is_empty, float("-inf"), (running_max + gl.log2(total)) * LN2)
+                lses = lse_ptr + row.to(gl.int64) * stride_lse_t + q_head * stride_lse_h
+                gl.store(lses, lse, mask=live)
+        before += size
+        at = gl.minimum(before, end)
+        unit += 1
+
+
+@gluon.jit
+def _widen_pages(
+    requests,
+    lists,
+    work,
+    narrow,
+    scales,
+    narrow_full,
+    narrow_empty,
+    pages,
+    full,
+    empty,
+    STAGES: gl.constexpr,
+    PAGES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    E5M2: gl.constexpr,
+):
+    """The converter: K and V of each entry of the program's share as fp16, for both consumers."""
+    tile_request_ptr, _tile_row_ptr, _cu_seqlens_ptr, seq_lens_ptr = requests
+    entries_ptr, _pages_ptr, counts_ptr, max_list = lists
+    share, num_entries, unit, before, num_heads = work
+    at = gl.program_id(0) * share
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, 0, True, False)
+        request = gl.maximum(gl.load(tile_request_ptr + unit // num_heads), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        listed = entries_ptr + unit.to(gl.int64) * max_list
+        count = gl.load(counts_ptr + unit)
+        for i in range(at - before, gl.minimum(end - before, count)):
+            num_keys = seq_len - (gl.load(listed + i) >> 16) * BLOCK
+            for side in gl.static_range(2):
+                slot, place = step % STAGES, step % PAGES
+                page, factors = page_of(narrow, scales, slot, FORMAT)
+                mbarrier.wait(narrow_full.index(slot), (step // STAGES) & 1)
+                if FORMAT == NVFP4:
+                    x = _widen_nvfp4(page, factors, num_keys, side == 1)
+                else:
+                    x = _widen_fp8(page, E5M2)
+                mbarrier.arrive(narrow_empty.index(slot), count=1)
+                mbarrier.wait(empty.index(place), ((step // PAGES) & 1) ^ 1)
+                pages.index(place).reshape((BLOCK, D)).store(x)
+                fence_async_shared()
+                # All of the page is there before its arrival.
+                gl.thread_barrier()
+                mbarrier.arrive(full.index(place), count=1)
+                step += 1
+        before += size
+        at = gl.minimum(before, end)
+        unit += 1
+
+
+@gluon.jit
+def _widen_fp8(page, E5M2: gl.constexpr):
+    """Of an fp8 page. A thread has 8 bytes side by side, which become the 16 of a store."""
+    loaded: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [16, 0], [32, 0], [64, 0]],
+        [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],
+        [[2, 0], [4, 0]],
+        [],
+        [128, 128],
+    )
+    return widen(page.load(loaded), E5M2)
+
+
+@gluon.jit
+def _widen_nvfp4(page, factors, num_keys, IS_V: gl.constexpr):
+    """Of an NVFP4 page, 1/256 of its numbers. A thread has 4 bytes, half of a group, side by side.
+
+    Scales are loaded as they lie, by the thread that needs them: K's in lines of 16 tokens, V's in
+    lines of 4 quads. V's behind the sequence become 0: they may be NaN.
+    """
+    codes: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [16, 0], [32, 0], [64, 0]],
+        [[0, 4], [0, 8], [0, 16], [0, 32], [1, 0]],
+        [[2, 0], [4, 0]],
+        [],
+        [128, 64],
+    )
+    groups: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
+        [[0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0]],
+        [[2, 0, 0], [4, 0, 0]],
+        [],
+        [128, 8, 8],
+    )
+    if IS_V:
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 64], [1, 0], [2, 0], [4, 0]],
+            [[0, 0], [0, 4], [0, 8], [0, 16], [0, 1]],
+            [[0, 2], [0, 32]],
+            [],
+            [8, 128],
+        )
+        quads = gl.reshape(widen(factors.load(lines), False), (32, 8, 4))
+        x = gl.reshape(gl.permute(quads, (0, 2, 1)), (BLOCK, 8))
+        x = gl.convert_layout(x, gl.SliceLayout(2, groups))
+        n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, groups)))
+        x = gl.where((n < num_keys)[:, None], x, 0.0)
+    else:
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 64], [1, 0], [2, 0], [4, 0]],
+            [[0, 0], [0, 1], [0, 2], [0, 4], [0, 8]],
+            [[0, 16], [0, 32]],
+            [],
+            [8, 128],
+        )
+        x = gl.reshape(widen(factors.load(lines), False), (BLOCK, 8))
+    return decode_nvfp4(page.load(codes), x, groups)
+
+
+@gluon.jit(
+    do_not_specialize=["num_units", "max_list", "min_share"]
+)  # fmt: skip
+def _verify_kernel(
+    q_ptr,  # [T, Hq, 128]; e4m3 as bytes
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    k_desc,  # [pages, Hkv, 128, 128], boxes of a page; fp8 as bytes, NVFP4 codes [.., 128, 64]
+    v_desc,
+    k_scales_desc,  # [pages, Hkv, 8, 128] bytes, NVFP4 only
+    v_scales_desc,
+    q_scale,  # numbers, or pointers to one
+    k_scale,
+    v_scale,
+    softmax_scale_log2,
+    tile_request_ptr,
+    tile_row_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    entries_ptr,  # [tiles, Hkv, max_list] int32: block << 16 | set of tokens
+    pages_ptr,
+    counts_ptr,
+    out_ptr,  # [T, Hq, 128]
+    stride_out_t,
+    stride_out_h,
+    stride_out_d,
+    lse_ptr,  # [T, Hq] fp32
+    stride_lse_t,
+    stride_lse_h,
+    partial_out_ptr,  # [programs, 2, CONSUMERS, 64, 128] fp32
+    partial_state_ptr,  # [programs, 2, CONSUMERS, 2, 64] fp32: maximum, sum
+    arrivals_ptr,  # [tiles, Hkv, CONSUMERS] int32, zeros between launches
+    num_units,
+    num_heads,
+    max_list,
+    min_share,
+    CONSUMERS: gl.constexpr,
+    EACH: gl.constexpr,  # query tokens of a consumer
+    GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr,
+    PAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    E5M2: gl.constexpr,
+    DTYPE: gl.constexpr,  # of the products
+    FP8_QUERY: gl.constexpr,
+    SIGN: gl.constexpr,
+    Q_SCALE_ON_DEVICE: gl.constexpr,
+    K_SCALE_ON_DEVICE: gl.constexpr,
+    V_SCALE_ON_DEVICE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    CONVERTER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """out = softmax(scale * q K^T) V over the listed blocks of each row; equal shares of entries"""
+    lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    boxes: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, D], lines)
+    pages = gl.allocate_shared_memory(DTYPE, [PAGES, 1, 1, BLOCK, D], boxes)
+    full = gl.allocate_shared_memory(gl.int64, [PAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [PAGES, 1], barriers)
+    for i in gl.static_range(PAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    if FORMAT != WIDE:
+        WIDTH: gl.constexpr = D // 2 if FORMAT == NVFP4 else D
+        narrow = gl.allocate_shared_memory(
+            gl.uint8, [STAGES, 1, 1, BLOCK, WIDTH], gl.NVMMASharedLayout(WIDTH, 8, rank=4)
+        )
+        scales = narrow
+        if FORMAT == NVFP4:
+            scales = gl.allocate_shared_memory(
+                gl.uint8, [STAGES, 1, 1, 8, BLOCK], gl.NVMMASharedLayout(128, 8, rank=4)
+            )
+        narrow_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+        narrow_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(narrow_full.index(i), count=1)
+            mbarrier.init(narrow_empty.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    share, num_entries, unit, before = find_share(
+        counts_ptr, tile_request_ptr, 0, num_units, num_heads, 0, min_share, 4, False
+    )
+    scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
+    scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
+    out_scale = 1.0 * load_factor(v_scale, V_SCALE_ON_DEVICE)
+    if FORMAT == NVFP4:
+        scale *= NVFP4_FACTOR
+        out_scale *= NVFP4_FACTOR
+    # Partitions get their arguments where warps may still read the sums of the others.
+    gl.thread_barrier()
+    # fmt: off
+    parts = (partial_out_ptr, partial_state_ptr, arrivals_ptr)
+    requests = (tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr)
+    lists = (entries_ptr, pages_ptr, counts_ptr, max_list)
+    # The producer's, which can walk block ids besides.
+    blocks = (
+        entries_ptr, 0, 0, 0, pages_ptr, 0, entries_ptr, pages_ptr, counts_ptr, max_list, 0, 0, 0,
+    )
+    work = (share, num_entries, unit, before, num_heads)
+    if FORMAT == WIDE:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, lists, work, scale, out_scale, queries, pages, full, empty,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, PAGES, FORMAT, FP8_QUERY, SIGN, HAS_LSE,
+                )),
+                (_attend_rows, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, lists, work, scale, out_scale, queries, pages, full, empty,
+                    1, CONSUMERS, EACH, GROUP, GROUP_ROWS, PAGES, FORMAT, FP8_QUERY, SIGN, HAS_LSE,
+                )),
+                (load_pages, (
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
+                    pages, pages, full, empty, 1, PAGES, BLOCK * D * 2, FORMAT, False,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, lists, work, scale, out_scale, queries, pages, full, empty,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, PAGES, FORMAT, FP8_QUERY, SIGN, HAS_LSE,
+                )),
+                (_attend_rows, (
+                    q_ptr, stride_q_t, stride_q_h, stride_q_d,
+                    out_ptr, stride_out_t, stride_out_h, stride_out_d,
+                    lse_ptr, stride_lse_t, stride_lse_h,
+                    parts, requests, lists, work, scale, out_scale, queries, pages, full, empty,
+                    1, CONSUMERS, EACH, GROUP, GROUP_ROWS, PAGES, FORMAT, FP8_QUERY, SIGN, HAS_LSE,
+                )),
+                (_widen_pages, (
+                    requests, lists, work, narrow, scales, narrow_full, narrow_empty,
+                    pages, full, empty, STAGES, PAGES, FORMAT, E5M2,
+                )),
+                (load_pages, (
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
+                    narrow, scales, narrow_full, narrow_empty, 1, STAGES,
+                    BLOCK * WIDTH + (8 * BLOCK if FORMAT == NVFP4 else 0), FORMAT, False,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONVERTER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    # fmt: on
+
+
+class Tile(NamedTuple):
+    """Constants of a launch; none depends on a batch's lengths."""
+
+    each: int  # query tokens of a consumer
+    group_rows: int  # rows of a token: its query heads of one KV head, padded
+
+    @property
+    def tokens(self) -> int:
+        return self.each * CONSUMERS
+
+
+def choose(plan: Plan, slots: int) -> Tile | None:
+    """The tile for requests of so many tokens; None where its lists would be too long."""
+    group_rows = rows_of_a_token(plan.config)
+    each = min(ROWS.value // group_rows, MAX_TOKENS // CONSUMERS, plan.query_len_class // CONSUMERS)
+    tile = Tile(max(each, 1), group_rows)
+    return tile if launch.power_of_two_above(slots) * tile.tokens <= MAX_LIST else None
+
+
+def pays(plan: Plan, slots: int) -> bool:
+    """Requests have tokens enough, and there are blocks enough to make lists of."""
+    return env.VERIFY_ROWS and plan.query_len_class >= MIN_TOKENS and not is_few(plan, slots)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    plan: Plan,
+    tile: Tile,
+    lists: Lists,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """:func:`msattn.attend` over the lists, in one launch."""
+    config, tiles = plan.config, plan.tiles(tile.tokens)
+    units = (len(tiles.request), config.num_kv_heads)
+    most = units[0] * units[1] * lists.entries.shape[2]
+    programs = max(1, min(launch.num_processors(q.device), most // MIN_SHARE))
+    parts = (programs, 2, CONSUMERS)
+    partial_out = plan.workspace("verify_out", (*parts, ROWS.value, D.value), torch.float32)
+    partial_state = plan.workspace("verify_state", (*parts, 2, ROWS.value), torch.float32)
+    arrivals = plan.workspace("verify_arrivals", (*units, CONSUMERS), torch.int32)
+    lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
+    constants = launch.format_arguments(cache.format, q.device)
+    is_narrow = cache.format.storage_dtype.itemsize == 1
+    sides = [descriptor_of(side) for side in sides_of(cache)]
+    start(
+        _verify_kernel,
+        (programs,),
+        launch.raw(q),
+        *q.stride(),
+        k_desc=sides[0],
+        v_desc=sides[1],
+        k_scales_desc=sides[-2],
+        v_scales_desc=sides[-1],
+        **launch.scale_arguments("q_scale", q_scale, slots=False),
+        **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
+        **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
+        **launch.softmax_arguments(softmax_scale),
+        tile_request_ptr=tiles.request,
+        tile_row_ptr=tiles.first_row,
+        cu_seqlens_ptr=plan.cu_seqlens_q,
+        seq_lens_ptr=plan.seq_lens,
+        entries_ptr=lists.entries,
+        pages_ptr=lists.pages,
+        counts_ptr=lists.counts,
+        out_ptr=out,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_out_d=out.stride(2),
+        lse_ptr=lse_arguments[0],
+        stride_lse_t=lse_arguments[1],
+        stride_lse_h=lse_arguments[2],
+        partial_out_ptr=partial_out,
+        partial_state_ptr=partial_state,
+        arrivals_ptr=arrivals,
+        num_units=units[0] * units[1],
+        num_heads=units[1],
+        max_list=lists.entries.shape[2],
+        min_share=MIN_SHARE,
+        CONSUMERS=CONSUMERS,
+        EACH=tile.each,
+        GROUP=config.group_size,
+        GROUP_ROWS=tile.group_rows,
+        PAGES=PAGES[is_narrow],
+        STAGES=_stages(cache.format.bytes_per_page(config) // (2 * config.num_kv_heads)),
+        FORMAT=constants["FORMAT"],
+        E5M2=constants["E5M2"],
+        DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
+        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
+        HAS_LSE=lse is not None,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[is_narrow],
+        CONVERTER_REGISTERS=CONVERTER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        num_warps=4,
+    )
+
+
+def _stages(side_bytes: int) -> int:
+    """Sides of narrow pages that fit beside the queries and the 16 bit pages."""
+    queries = CONSUMERS * ROWS.value * D.value * 2
+    ring = SHARED_BYTES - 2048 - queries - PAGES[True] * PAGE_BYTES
+    return min(MAX_STAGES, ring // side_bytes)
