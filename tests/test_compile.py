@@ -54,6 +54,9 @@ HOPPER_FEW = [
 HOPPER_FEW_SPILLS = {32: {"bf16": 32, "nvfp4": 168}, 64: {"bf16": 208}}
 """Bytes that a program of as many columns keeps in local memory; most of them not in the loop."""
 
+HOPPER_ROWS = {("bf16", 8): 8, ("fp8_e4m3", 8): 64, ("fp8_e5m2", 4): 64, ("nvfp4", 8): 104}
+"""The same of verification with queries as rows, by query tokens; none is used in the loop."""
+
 HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 40, "_scores_kernel": 72}
 """Bytes that a program keeps in local memory."""
 MERGE_SPILLS = 1184
@@ -415,6 +418,32 @@ def test_hopper_decode_compiles(kv_format: str, query_len: int, group: int) -> N
     assert entry["registers"] == (168 if programs == 1 else 128), entry
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(("kv_format", "query_len"), [*HOPPER_ROWS])
+def test_hopper_verify_compiles(kv_format: str, query_len: int) -> None:
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, "hopper", kv_format, "16", str(query_len)],
+        env=clean | {"MSATTN_VERIFY_ROWS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+    entry = launches["_verify_kernel"]
+    kind = "bf16" if kv_format == "bf16" else "f16"
+    assert entry["wgmma"] == f"m64n128k16.f32.{kind}.{kind}", entry
+    assert not entry["warnings"], entry
+    assert entry["local"] == 0, entry
+    assert entry["stack"] <= HOPPER_ROWS[kv_format, query_len], entry
+    assert entry["dynamic_shared"] <= SHARED_KIB[90] << 10, entry
+    # Two consumers and a producer; with a converter, four.
+    assert entry["registers"] == (168 if kv_format == "bf16" else 128), entry
+    assert [loop["products"] for loop in entry["loops"]] == [16, 16], entry
+    assert all(loop["local"] == 0 for loop in entry["loops"]), entry
+
+
 def compile_hopper_and_print(kv_format: str, group: int, query_len: int) -> None:
     """One line of JSON for each kernel that ``attend`` launches on Hopper."""
     import torch
@@ -440,7 +469,8 @@ def compile_hopper_and_print(kv_format: str, group: int, query_len: int) -> None
     ids = torch.zeros(plan.max_rows, config.num_kv_heads, config.topk, dtype=torch.int32)
     cache = msattn.KVCache.allocate(1, config, kv_format)
     attend.attend(q, cache, ids, plan, 0.1, 1.0, torch.zeros_like(q), torch.zeros(q.shape[:2]))
-    print_hopper_launches(launched, plan, 16 if query_len > 16 else None)
+    by_rows = query_len > 16 or msattn.env.VERIFY_ROWS
+    print_hopper_launches(launched, plan, 16 if by_rows else None)
 
 
 def compile_hopper_index_and_print(index_format: str, heads: int) -> None:

@@ -1,6 +1,7 @@
 """Decode and verification on Hopper against the oracle on hostile steps, and under CUDA graphs.
 
-Each step runs as tiles of one token and as tiles of several, whatever the choice would have been.
+Each step runs as tiles of one token and as tiles of several, which are columns or rows of the
+products, whatever the choice would have been.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def on_hopper() -> None:
         pytest.skip(reasons[0])
 
 
-@pytest.fixture(params=["by_token", "by_union"], autouse=True)
+@pytest.fixture(params=["by_token", "by_union", "by_rows"], autouse=True)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of one token each, or of as many as fit, also where the twin would be as fast."""
-    from msattn.kernels.hopper import attend_decode
+    from msattn.kernels.hopper import attend_decode, attend_verify
 
     name: str = request.param
     monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", 1 << 30 if name == "by_token" else 0)
     monkeypatch.setattr(attend_decode, "pays", lambda *_: True)
+    monkeypatch.setattr(attend_verify, "MIN_TOKENS", 1)
+    monkeypatch.setattr(msattn.env, "VERIFY_ROWS", name == "by_rows")
     return name
 
 

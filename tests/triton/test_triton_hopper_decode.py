@@ -9,6 +9,7 @@ has larger steps, for the compiled kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,12 +33,20 @@ pytestmark = [
 
 Check = Callable[..., None]
 
-PROCESSORS = (1, 3, 200)
-# Entries up to which tokens are tiles of their own, whether others are rows, and the kernel.
+
+class Tiles(NamedTuple):
+    """What tokens are tiles of, and on how many multiprocessors."""
+
+    direct_entries: int  # up to which each token is one
+    rows: bool  # of the products; else their columns
+    kernel: str
+    processors: tuple[int, ...]
+
+
 TILES = (
-    (1 << 30, False, "_decode_kernel"),
-    (0, False, "_decode_kernel"),
-    (0, True, "_verify_kernel"),
+    Tiles(1 << 30, False, "_decode_kernel", (1, 3)),
+    Tiles(0, False, "_decode_kernel", (3, 200)),
+    Tiles(0, True, "_verify_kernel", (3, 200)),
 )
 SMALL_CASES = [
     case
@@ -64,13 +73,13 @@ def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
     """A step by each kind of tiles: the oracle's numbers, the same bits each time."""
 
     def check_step(inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None) -> None:
-        for direct_entries, rows, kernel in TILES:
-            monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", direct_entries)
-            monkeypatch.setattr(env, "VERIFY_ROWS", rows)
-            for processors in PROCESSORS:
+        for tiles in TILES:
+            monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", tiles.direct_entries)
+            monkeypatch.setattr(env, "VERIFY_ROWS", tiles.rows)
+            for processors in tiles.processors:
                 monkeypatch.setattr(launch, "num_processors", lambda device, n=processors: n)
                 out, lse = run(inputs, ids, softmax_scale)
-                copied = machine.copied[kernel]
+                copied = machine.copied[tiles.kernel]
                 assert copied or not lse.isfinite().any(), "the kernel did nothing"
                 compare.assert_attention(inputs, ids, out, lse, softmax_scale=softmax_scale)
                 again, lse_again = run(inputs, ids, softmax_scale)

@@ -102,13 +102,19 @@ def _attend_few(
 ) -> None:
     """The launches of a step of few query tokens for each request."""
     slots = block_ids.shape[2]
+    can_read = decode.can_read(cache) and _are_near(q, out)
     rows = verify.choose(plan, slots)
-    if rows is not None and decode.can_read(cache) and verify.pays(plan, slots):
+    if rows is not None and can_read and verify.pays(plan, slots):
         lists = attend_union.make_lists(block_ids, cache, plan, rows.tokens, rows.tokens)
         verify.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
         return
     tile = decode.choose(plan, slots)
-    if tile is None or not (decode.can_read(cache) and decode.pays(plan, tile, slots)):
+    if tile is None or not (can_read and decode.pays(plan, tile, slots)):
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)
+
+
+def _are_near(*tensors: torch.Tensor) -> bool:
+    """From one head of a token to another it is less than 2^31 elements."""
+    return all(x.shape[1] * x.stride(1) < 1 << 31 for x in tensors)

@@ -167,9 +167,7 @@ def _merge(
             state = partial_state_ptr + part * (2 * ROWS)
             part_max = gl.load(state + row, cache_modifier=".cg")
             part_sum = gl.load(state + ROWS + row, cache_modifier=".cg")
-            part_out = gl.load(
-                partial_out_ptr + part * (D * ROWS) + numbers, cache_modifier=".cg"
-            )
+            part_out = gl.load(partial_out_ptr + part * (D * ROWS) + numbers, cache_modifier=".cg")
             weight = gl.where(first + i <= last_program, gl.exp2(part_max - running_max), 0.0)
             total += part_sum * weight
             acc += part_out * gl.expand_dims(weight, AXIS)
