@@ -445,7 +445,7 @@ def test_doctor_shows_the_variables(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MSATTN_IMPLL", "triton")
     report = json.loads(cli("doctor", "--json").out)
     assert report["environment"]["MSATTN_IMPLL"] == "triton (msattn reads no such variable)"
-    assert set(report["environment"]) > {"MSATTN_IMPL", "MSATTN_LOG"}
+    assert set(report["environment"]) > {"MSATTN_IMPL", "MSATTN_LOG", "MSATTN_DECODE_MIN_BATCH"}
 
 
 def test_doctor_survives_an_unknown_implementation(

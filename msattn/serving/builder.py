@@ -48,14 +48,14 @@ class MetadataBuilder:
             backend: decides which decode kernel is planned.
             num_speculative_tokens, parallel_drafting, dcp_size: as for :func:`reorder_threshold`.
             min_batch: decode requests (padding included) from which the tensor-core decode is
-                planned; default: ``MSATTN_DECODE_MIN_BATCH``, else 1.
+                planned; default: ``MSATTN_DECODE_MIN_BATCH``, read now, else 1.
             plan_capacity: decode plans that are kept besides those of captured graphs.
         """
         require_type("config", config, MSAConfig)
         require_int("max_num_tokens", max_num_tokens, at_least=1)
         require_int("plan_capacity", plan_capacity, at_least=1)
         if min_batch is None:
-            min_batch = env.DECODE_MIN_BATCH
+            min_batch = env.decode_min_batch()
         require_int("min_batch", min_batch, at_least=0)
         self.config = config
         self.kv_format = KVFormat.parse(kv_format)
