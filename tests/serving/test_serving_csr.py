@@ -178,6 +178,28 @@ ERRORS = {
         ValueError,
         "cu_seqlens_q: expected at least one entry",
     ),
+    "negative_k": (dict(max_seqlen_k=-1), ValueError, "max_seqlen_k: expected an int >= 0"),
+    "negative_q": (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q: expected an int >= 0"),
+    "few_keys": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32)),
+        ValueError,
+        "total_k: expected a bound of the longest request's 3 blocks, got 1",
+    ),
+    "short_bound": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32), max_seqlen_k=256, total_rows=3),
+        ValueError,
+        "max_seqlen_k: expected a bound of the longest request's 3 blocks, got 2",
+    ),
+    "few_rows_of_total_k": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32), max_seqlen_k=300),
+        ValueError,
+        "total_k: expected rows for the 3 blocks of cu_seqlens_k, got 1 rows",
+    ),
+    "few_rows": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32), max_seqlen_k=300, total_rows=2),
+        ValueError,
+        "total_rows: expected rows for the 3 blocks of cu_seqlens_k, got 2 rows",
+    ),
     "bounds": (dict(return_schedule=True), ValueError, "max_seqlen_k, max_seqlen_q: expected"),
 }
 
