@@ -92,8 +92,7 @@ def build_k2q_csr(
         raise fail("max_seqlen_k, max_seqlen_q", "bounds, for a schedule", "None")
     rows_by = "total_k" if total_rows is None else "total_rows"
     if total_rows is None:
-        partial = 0 if total_k % BLOCK_SIZE == 0 else cu_seqlens_q.shape[0] - 1
-        total_rows = -(-(total_k + partial * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
+        total_rows = _rows_of(total_k, cu_seqlens_q.shape[0] - 1)
     columns_by = "max_seqlen_k" if max_seqlen_k else "total_k"
     columns = -(-max(max_seqlen_k or total_k, BLOCK_SIZE) // BLOCK_SIZE)
     _check_rows(cu_seqlens_k, columns, columns_by, total_rows, rows_by)
@@ -169,6 +168,15 @@ def _number_rows(cu_seqlens_k: torch.Tensor, columns: int) -> torch.Tensor:
     there = torch.arange(columns, device=lengths.device)[:, None] < blocks
     number = there.flatten().cumsum(0).view(columns, -1) - 1
     return torch.where(there, number, NO_ROW).T
+
+
+def _rows_of(total_k: int, requests: int) -> int:
+    """Rows for all lengths of that sum: each request may end in a block that is not full."""
+    blocks, rest = divmod(total_k, BLOCK_SIZE)
+    if rest:
+        return -(-(total_k + requests * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
+    # Where the sum is whole, no block or at least two are not full; a token fills one at most.
+    return min(blocks + max(requests - 1, 0), total_k)
 
 
 def _check_rows(

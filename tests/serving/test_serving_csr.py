@@ -125,12 +125,22 @@ def test_strides_do_not_matter() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("total_k", "rows"), [(256, 2), (257, -(-(257 + 2 * 127) // 128))])
+@pytest.mark.parametrize(
+    ("total_k", "rows"), [(256, 3), (257, -(-(257 + 2 * 127) // 128)), (384, 4)]
+)
 def test_default_total_rows(total_k: int, rows: int) -> None:
     csr = build_k2q_csr(
         torch.full((1, 2, 4), -1, dtype=INT32), starts([1, 1]), starts([128, 128]), total_k=total_k
     )
     assert csr.row_ptr.shape == (1, rows + 1)
+
+
+def test_blocks_that_are_not_full_have_rows_by_default() -> None:
+    """Two of them add up to one block of keys."""
+    q2k = torch.tensor([[[0, -1, -1, -1]] * 2], dtype=INT32)
+    csr = build_k2q_csr(q2k, starts([1, 1]), starts([64, 64]), total_k=128)
+    assert csr.row_ptr.tolist() == [[0, 1, 2]]
+    assert build_k2q_csr(q2k[:, :0], starts([0]), starts([0]), total_k=0).row_ptr.shape == (1, 1)
 
 
 @pytest.mark.parametrize(
