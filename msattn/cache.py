@@ -84,6 +84,7 @@ class KVCache:
         *,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
+        name: str = "tensor",
     ) -> KVCache:
         """Wrap an engine's own pool; nothing is copied, and writes go into ``tensor``.
 
@@ -97,13 +98,14 @@ class KVCache:
             k_scale, v_scale: dequantisation factors, default 1: a positive float, an fp32 tensor of
                 one element (any shape and offset, read when a stage runs), or fp32 ``[Hkv, pages *
                 128]``, one per head and slot (not for NVFP4, where it is the global scale).
+            name: what errors call the pool.
 
         Raises:
             TypeError, ValueError, NotImplementedError: an argument that does not fit, by name.
         """
         require_type("config", config, MSAConfig)
         fmt = KVFormat.parse(kv_format)
-        pool = _as_pool(tensor, config, fmt)
+        pool = _as_pool(name, tensor, config, fmt)
         first = pool[0] if isinstance(pool, tuple) else pool
         scales = {
             name: _as_scale(name, value, config, fmt, first.shape[0], first.device)
@@ -274,6 +276,7 @@ class IndexCache:
         dtype: object | None = None,
         *,
         compact: torch.Tensor | None = None,
+        name: str = "tensor",
     ) -> IndexCache:
         """Wrap an engine's own pool ``[pages, 128, Di]`` or ``[pages, 1, 128, Di]`` without a copy.
 
@@ -284,14 +287,15 @@ class IndexCache:
             compact: uint8 ``[pages, CompactKeys.page_bytes(Di)]`` for :class:`CompactKeys` of bf16
                 and fp16 keys. Keys that are there already have no copy in it before
                 :func:`msattn.refresh_compact_keys`.
+            name: what errors call the pool.
         """
         require_type("config", config, MSAConfig)
-        pool = require_tensor("tensor", tensor)
+        pool = require_tensor(name, tensor)
         dtype = pool.dtype if dtype is None else dtype
         fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         pool = pool.squeeze(1) if pool.dim() == 4 and pool.shape[1] == 1 else pool
         shape = {"pages": None, "tokens": BLOCK_SIZE, "Di": config.index_head_dim}
-        pool = _as_elements("tensor", pool, fmt, shape)
+        pool = _as_elements(name, pool, fmt, shape)
         if compact is None:
             return cls(pool, fmt)
         return cls(pool, fmt, _as_compact("compact", compact, pool, fmt))
@@ -326,35 +330,42 @@ def _as_compact(name: str, value: object, keys: torch.Tensor, fmt: KVFormat) -> 
     return CompactKeys(tensor, dim)
 
 
-def _as_pool(tensor: Any, config: MSAConfig, fmt: KVFormat) -> Pool:
+def _as_pool(name: str, tensor: Any, config: MSAConfig, fmt: KVFormat) -> Pool:
     """``tensor`` with its layout checked and raw FP8 bytes viewed as numbers."""
     heads, tokens, content = fmt.page_shape(config)
     if isinstance(tensor, (tuple, list)):
         if fmt.scale_group or len(tensor) != 2:
             raise fail(
-                "tensor",
+                name,
                 f"one tensor in format {fmt}" if fmt.scale_group else "a pair (K, V)",
                 f"{len(tensor)} tensors",
             )
         half = {"pages": None, "Hkv": heads, "tokens": tokens, "D": config.head_dim}
-        k = _as_elements("tensor[0]", tensor[0], fmt, half)
-        v = _as_elements("tensor[1]", tensor[1], fmt, {**half, "pages": k.shape[0]})
+        k = _as_elements(f"{name}[0]", tensor[0], fmt, half)
+        v = _as_elements(f"{name}[1]", tensor[1], fmt, {**half, "pages": k.shape[0]})
         if v.device != k.device:
-            raise fail("tensor[1]", f"device {k.device}", v.device)
+            raise fail(f"{name}[1]", f"device {k.device}", v.device)
         return k, v
     if not fmt.scale_group:
         shape = {"pages": None, "Hkv": heads, "tokens": tokens, "2*D": content}
-        return _as_elements("tensor", tensor, fmt, shape)
-    pool = _as_elements(
-        "tensor", tensor, fmt, {"pages": None, "2*Hkv": heads, "tokens": tokens, "bytes": content}
-    )
-    if pool.numel() and (pool.stride(2) != content or pool.stride(1) < tokens * content):
-        raise fail(
-            "tensor",
-            f"each slot one run of {tokens * content} bytes (strides [.., .., {content}, 1])",
-            f"strides {list(pool.stride())}",
-        )
+        return _as_elements(name, tensor, fmt, shape)
+    shape = {"pages": None, "2*Hkv": heads, "tokens": tokens, "bytes": content}
+    pool = _as_elements(name, tensor, fmt, shape)
+    _check_slots(name, pool)
     return pool
+
+
+def _check_slots(name: str, pool: torch.Tensor) -> None:
+    """The slots of NVFP4 pages are runs of bytes that do not overlap, in a page nor in two."""
+    pages, heads, tokens, content = pool.shape
+    page, slot, token, _ = pool.stride()
+    run = tokens * content
+    if pool.numel() and (token != content or slot < run):
+        expected = f"each slot one run of {run} bytes (strides [.., .., {content}, 1])"
+        raise fail(name, expected, f"strides {list(pool.stride())}")
+    if pool.numel() and pages > 1 and page < heads * run:
+        expected = f"pages of at least {heads * run} bytes that do not overlap"
+        raise fail(name, expected, f"strides {list(pool.stride())}")
 
 
 def _as_elements(

@@ -41,9 +41,10 @@ def require_list(name: str, value: object, of: str) -> list[Any]:
 
 
 def require_type(name: str, value: object, kind: type) -> None:
-    """``value`` is an instance of ``kind``."""
+    """``value`` is an instance of ``kind``, a class of msattn's or of torch's."""
     if not isinstance(value, kind):
-        raise fail(name, f"msattn.{kind.__name__}", type(value).__name__, TypeError)
+        package = "torch" if kind.__module__ == "torch" else "msattn"
+        raise fail(name, f"{package}.{kind.__name__}", type(value).__name__, TypeError)
 
 
 def require_tensor(

@@ -153,7 +153,7 @@ def choose(impl: str, problem: Problem) -> Callable[..., Any]:
     ``"auto"`` takes the first implementation whose reasons against it are none. A named one that
     cannot serve raises NotImplementedError with its reasons; nothing else is tried in its place.
     """
-    impl, rows = _resolve(impl), TABLE[problem.stage]
+    impl, rows = resolve(impl), TABLE[problem.stage]
     made_from, function = _CHOSEN.get((impl, problem), (None, None))
     if function is None or made_from is not rows:
         function = _choose(impl, problem)
@@ -200,7 +200,7 @@ def why_not(
     """
     if stage not in STAGES:
         raise fail("stage", one_of(STAGES), repr(stage))
-    impl = _resolve(impl)
+    impl = resolve(impl)
     if plan is not None:
         require_type("plan", plan, Plan)
         config = config or plan.config
@@ -240,7 +240,7 @@ def _find(stage: str, name: str) -> Implementation | None:
     return next((i for i in TABLE[stage] if i.name == name), None)
 
 
-def _resolve(impl: str) -> str:
+def resolve(impl: str) -> str:
     """What ``impl`` stands for: ``"auto"`` for what the environment says, itself by default."""
     for name, value in (("impl", impl), ("MSATTN_IMPL", env.IMPL)):
         if value != "auto" and value not in IMPLEMENTATION_NAMES:

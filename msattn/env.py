@@ -1,4 +1,7 @@
-"""Every ``MSATTN_*`` environment variable, with its type and default; read once, at import."""
+"""Every ``MSATTN_*`` environment variable, with its type and default.
+
+Read once, at import, but for numbers, which are read when they are needed: a wrong one fails there.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,6 @@ VERIFY_ROWS: bool = os.environ.get("MSATTN_VERIFY_ROWS", "0") == "1"
 """``MSATTN_VERIFY_ROWS=1`` (default 0): on Hopper, verification of 3 to 16 tokens multiplies with
 queries as rows, and widens narrow pages once. Not timed on a GPU yet."""
 
-DECODE_MIN_BATCH: int = read_int("MSATTN_DECODE_MIN_BATCH", 1)
-"""``MSATTN_DECODE_MIN_BATCH`` (default 1): decode requests from which serving plans the tensor-core
-decode; smaller batches take the Triton one."""
-
 VLLM: bool = os.environ.get("MSATTN_VLLM", "1") == "1"
 """``MSATTN_VLLM=0`` (default 1): vLLM keeps its own kernels for MiniMax-M3."""
 
@@ -35,3 +34,13 @@ WARMUP: bool = os.environ.get("MSATTN_WARMUP", "1") == "1"
 
 SGLANG: bool = os.environ.get("MSATTN_SGLANG", "1") == "1"
 """``MSATTN_SGLANG=0`` (default 1): SGLang keeps its own kernels for MiniMax-M3."""
+
+
+def decode_min_batch(engine_variable: str = "") -> int:
+    """``MSATTN_DECODE_MIN_BATCH`` (default 1): decode requests from which serving plans the
+    tensor-core decode; smaller batches take the Triton one.
+
+    A variable of an engine's own that means the same goes first, where it is set.
+    """
+    own = engine_variable in os.environ
+    return read_int(engine_variable if own else "MSATTN_DECODE_MIN_BATCH", 1)

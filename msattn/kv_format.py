@@ -69,7 +69,8 @@ class KVFormat:
 
         Raises:
             TypeError: another type. ValueError: an unknown name.
-            NotImplementedError: a dtype or a format that is not supported there.
+            NotImplementedError: a dtype or a format that is not supported there; for an index
+                cache, an unknown name too: engines name formats that no index cache here has.
         """
         supported = one_of(
             [fmt.name for fmt in KV_FORMATS.values() if fmt.in_index or not for_index]
@@ -80,7 +81,8 @@ class KVFormat:
         elif isinstance(value, str):
             fmt = _BY_NAME.get(value.lower().removeprefix("torch."))
             if fmt is None:
-                raise fail(name, supported, repr(value))
+                error = NotImplementedError if for_index else ValueError
+                raise fail(name, supported, repr(value), error)
         elif isinstance(value, torch.dtype):
             fmt = _BY_NAME.get(str(value).removeprefix("torch."))
         else:

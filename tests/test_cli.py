@@ -445,7 +445,7 @@ def test_doctor_shows_the_variables(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MSATTN_IMPLL", "triton")
     report = json.loads(cli("doctor", "--json").out)
     assert report["environment"]["MSATTN_IMPLL"] == "triton (msattn reads no such variable)"
-    assert set(report["environment"]) > {"MSATTN_IMPL", "MSATTN_LOG"}
+    assert set(report["environment"]) > {"MSATTN_IMPL", "MSATTN_LOG", "MSATTN_DECODE_MIN_BATCH"}
 
 
 def test_doctor_survives_an_unknown_implementation(
@@ -604,6 +604,22 @@ def test_serve_check_prints_tables(cli: Cli, m3_folder: Path) -> None:
     assert "vLLM has MSA kernels of its own for this GPU" in result.out
 
 
+def test_serve_check_asks_about_the_index_keys(cli: Cli, m3_folder: Path) -> None:
+    arguments = ("--gpu", "h200", "--kv-format", "bf16", "--index-dtype", "fp32", "--json")
+    result = cli("serve-check", m3_folder, *arguments)
+    found = json.loads(result.out)["kv_formats"]["bf16"]["engines"]
+    assert found["transformers"]["served_by"] == "msattn, hopper and reference"
+    assert found["vLLM"]["served_by"] is None and found["SGLang"]["served_by"] is None
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200", "t4"])
+def test_serve_check_fits_a_terminal(cli: Cli, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli("serve-check", "--gpu", gpu).out
+    assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
+    assert "KV format" in out and " transformers " in out
+
+
 def test_serve_check_of_the_tiny_model_on_this_machine(cli: Cli) -> None:
     result = cli("serve-check", "--kv-format", "bf16,nvfp4", "--json")
     report = json.loads(result.out)
@@ -623,11 +639,13 @@ def test_serve_check_fails_where_nobody_serves(cli: Cli, monkeypatch: pytest.Mon
     ("arguments", "parts"),
     [
         (("--gpu", "voodoo2"), ("--gpu: expected cpu, t4,", "sm_90 or 9.0, got 'voodoo2'")),
-        (("--memory", "much"), ("--memory: expected a size as 80GiB", "got 'much'")),
+        (("--memory", "much"), ("--memory: expected a size above 0, as 80GiB", "got 'much'")),
+        (("--memory", "0GB"), ("--memory: expected a size above 0", "got '0GB'")),
+        (("--memory", "0.1e0"), ("--memory: expected a size above 0", "got '0.1e0'")),
         (("--kv-format", "int8"), ("--kv-format: expected", "got 'int8'")),
         (("--index-dtype", "nvfp4"), ("--index-dtype: expected", "got nvfp4")),
-        (("/nowhere",), ('--model: expected "tiny" or a folder with config.json', "/nowhere")),
-        (("--tp", "3"), ("--model tiny: tp_size: expected a divisor of the 8 query heads",)),
+        (("/nowhere",), ('MODEL: expected "tiny" or a folder with config.json', "/nowhere")),
+        (("--tp", "3"), ("MODEL tiny: tp_size: expected a divisor of the 8 query heads",)),
     ],
 )
 def test_serve_check_refuses(cli: Cli, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
@@ -642,4 +660,4 @@ def test_serve_check_refuses_another_model(cli: Cli, tmp_path: Path) -> None:
         ("{}", "MiniMax-M3"),
     ):
         config.write_text(text)
-        assert_refused(cli("serve-check", tmp_path), "--model", part)
+        assert_refused(cli("serve-check", tmp_path), "MODEL", part)

@@ -621,6 +621,15 @@ CACHES = [
                 ValueError,
                 SLOT_RUN + " [36864, 9215, 72, 1]",
             ),
+            (
+                zeros(3, 4, 128, 72, dtype=torch.uint8).as_strided(
+                    (2, 4, 128, 72), (36848, 9216, 72, 1)
+                ),
+                "nvfp4",
+                ValueError,
+                "tensor: expected pages of at least 36864 bytes that do not overlap, got strides "
+                "[36848, 9216, 72, 1]",
+            ),
         )
     ),
     case(

@@ -136,7 +136,12 @@ def _of_format(
     size = model.bytes_per_token(fmt, index_format)
     answers = {
         engine.name: ask(
-            engine, model.config, fmt, device=target.device, capability=target.capability
+            engine,
+            model.config,
+            fmt,
+            device=target.device,
+            index_format=index_format,
+            capability=target.capability,
         )
         for engine in ENGINES
     }
@@ -173,7 +178,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
         Section(
             f"Sparse layers on {target['name']}{capability}",
             rows,
-            ("KV format", "bytes/token", "tokens that fit", *names),
+            ("KV format", "bytes/\ntoken", "tokens\nthat fit", *names),
             f"In {gibibytes:,.1f} GiB for the caches of one rank, index keys in "
             f"{target['index_keys']} included.",
         ),
@@ -203,9 +208,10 @@ def read_target(gpu: str | None) -> Target:
 def read_memory(text: str) -> int:
     """``80GiB``, ``40 GB``, ``500MiB``; a bare number is GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)?", text.strip().lower())
-    if match is None:
-        raise CliError(f"--memory: expected a size as 80GiB or 500MB, got {text!r}")
-    return int(float(match[1]) * UNITS[match[2] or "gib"])
+    size = int(float(match[1]) * UNITS[match[2] or "gib"]) if match else 0
+    if not size:
+        raise CliError(f"--memory: expected a size above 0, as 80GiB or 500MB, got {text!r}")
+    return size
 
 
 def read_model(name: str, tp_size: int) -> Model:
@@ -215,7 +221,7 @@ def read_model(name: str, tp_size: int) -> Model:
     try:
         config = MSAConfig.from_hf(text, tp_size)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise CliError(f"--model {name}: {error}") from error
+        raise CliError(f"MODEL {name}: {error}") from error
     kinds = _layer_kinds(text)
     return Model(
         "tiny MiniMax-M3 (random weights)" if name == "tiny" else Path(name).resolve().name,
@@ -240,7 +246,7 @@ def _tiny() -> dict[str, Any]:
     try:
         from ..integrations.transformers.tiny import tiny_config
     except ImportError as error:
-        raise CliError(f"--model tiny needs transformers: {error}") from None
+        raise CliError(f"MODEL tiny needs transformers: {error}") from None
     values: dict[str, Any] = tiny_config().to_dict()
     return values
 
@@ -251,11 +257,11 @@ def _config_file(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         expected = '"tiny" or a folder with config.json'
-        raise CliError(f"--model: expected {expected}, got {folder}") from None
+        raise CliError(f"MODEL: expected {expected}, got {folder}") from None
     except ValueError:
-        raise CliError(f"--model: {path} is not valid JSON") from None
+        raise CliError(f"MODEL: {path} is not valid JSON") from None
     if not isinstance(config, dict):
-        raise CliError(f"--model: {path} holds no JSON object")
+        raise CliError(f"MODEL: {path} holds no JSON object")
     return config
 
 

@@ -8,12 +8,15 @@ from typing import NamedTuple
 import torch
 
 from .. import dispatch, env
-from ..checks import fail, one_of, require_type
+from ..checks import fail, one_of, require_int, require_type
 from ..config import BLOCK_SIZE, MSAConfig
 from ..kv_format import KVFormat
 
 DECODE_KERNELS = ("tensor_core", "triton")
-"""How decode rows are served: by the best implementation that can, or by the Triton kernels."""
+"""How decode rows are served: by the best implementation that can, or by the Triton kernels.
+
+The names tell kernels of a GPU apart; on a CPU, both mean what serves there.
+"""
 
 KERNELS = ("hopper", "triton")
 """Implementations for a GPU: the reference reads lengths on the host, which graphs cannot hold."""
@@ -32,7 +35,7 @@ class Backend:
     """One backend of the sparse layers."""
 
     name: str
-    kv_dtypes: tuple[str, ...]  # engines' names of the cache's dtype
+    kv_dtypes: tuple[str, ...]  # engines' names of the cache's dtype, and the library's
     layouts: tuple[str, ...]
     decode: str = DECODE_KERNELS[0]
     model_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -49,7 +52,7 @@ class Backend:
         return slots, content * kv_format.storage_dtype.itemsize
 
 
-PLAIN_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+PLAIN_DTYPES = ("auto", "bfloat16", "float16", "bf16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2")
 NVFP4_DTYPES = ("nvfp4",)
 
 SPARSE_MSA = Backend("MINIMAX_M3_SPARSE", PLAIN_DTYPES, (HND, NHD))
@@ -75,8 +78,22 @@ class Request:
 
     def __post_init__(self) -> None:
         require_type("config", self.config, MSAConfig)
+        for name in ("kv_dtype", "index_dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise fail(name, "a str", type(getattr(self, name)).__name__, TypeError)
+        require_type("device", self.device, torch.device)
+        require_type("model_dtype", self.model_dtype, torch.dtype)
+        if self.capability is not None:
+            self._check_capability()
         if self.layout not in (HND, NHD):
             raise fail("layout", one_of((HND, NHD)), repr(self.layout))
+
+    def _check_capability(self) -> None:
+        expected = "a pair of ints, as (9, 0)"
+        if not isinstance(self.capability, tuple) or len(self.capability) != 2:
+            raise fail("capability", expected, repr(self.capability), TypeError)
+        for number in self.capability:
+            require_int("capability", number, at_least=0)
 
 
 class Selection(NamedTuple):
@@ -175,13 +192,11 @@ def _shape_reasons(backend: Backend, request: Request) -> list[str]:
 
 def _reasons(stage: str, request: Request, backend: Backend) -> dict[str, list[str]]:
     """For each implementation that the backend may use for a stage, why it cannot serve."""
-    only_triton = backend.decode == "triton" and stage == "attend"
-    if only_triton:
-        names: tuple[str, ...] = ("triton",)
-    elif request.device.type == "cuda" and env.IMPL != "reference":
+    names: tuple[str, ...] = dispatch.IMPLEMENTATION_NAMES
+    if request.device.type == "cuda" and env.IMPL != "reference":
         names = KERNELS
-    else:
-        names = dispatch.IMPLEMENTATION_NAMES
+    if backend.decode == "triton" and stage == "attend":
+        names = tuple(name for name in names if name != "hopper")
     index = stage in ("store_index_k", "index_select")
     problem = dispatch.Problem(
         stage,

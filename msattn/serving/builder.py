@@ -11,7 +11,7 @@ from ..config import BLOCK_SIZE, MSAConfig
 from ..kv_format import KVFormat
 from ..plan import Plan, make_plan
 from .backends import DECODE_KERNELS, SPARSE_MSA, Backend
-from .decode_plans import DEFAULT_CAPACITY, DecodePlan, DecodePlanCache
+from .decode_plans import DEFAULT_CAPACITY, DecodePlan, DecodePlanCache, check_lengths
 from .metadata import DecodeMetadata, PrefillMetadata, SparseMetadata, Step
 from .split import Split, reorder_threshold, split_decodes_and_prefills
 
@@ -21,6 +21,10 @@ class MetadataBuilder:
 
     An engine has one for the KV caches and one for the index caches, which have page tables and
     slots of their own; with the same thresholds, both split alike.
+
+    One step at a time: a step's metadata holds until the next one is built, whose lengths and pages
+    take the place of its own in the decode plan and in ``context_lens``. Steps that are under way
+    together, as two micro-batches, have a builder each.
     """
 
     def __init__(
@@ -48,14 +52,15 @@ class MetadataBuilder:
             backend: decides which decode kernel is planned.
             num_speculative_tokens, parallel_drafting, dcp_size: as for :func:`reorder_threshold`.
             min_batch: decode requests (padding included) from which the tensor-core decode is
-                planned; default: ``MSATTN_DECODE_MIN_BATCH``, else 1.
+                planned; default: ``MSATTN_DECODE_MIN_BATCH``, read now, else 1.
             plan_capacity: decode plans that are kept besides those of captured graphs.
         """
         require_type("config", config, MSAConfig)
+        require_type("backend", backend, Backend)
         require_int("max_num_tokens", max_num_tokens, at_least=1)
         require_int("plan_capacity", plan_capacity, at_least=1)
         if min_batch is None:
-            min_batch = env.DECODE_MIN_BATCH
+            min_batch = env.decode_min_batch()
         require_int("min_batch", min_batch, at_least=0)
         self.config = config
         self.kv_format = KVFormat.parse(kv_format)
@@ -72,17 +77,15 @@ class MetadataBuilder:
         """The step's metadata; decode requests first, as the engine ordered them.
 
         Raises:
-            ValueError: the step is larger than the builder was made for, or its rows do not fit its
-                lengths.
+            ValueError: the step is larger than the builder was made for, or its rows or its page
+                table do not fit its lengths. What an earlier step left is unchanged then.
         """
         self._check(step)
         split = split_decodes_and_prefills(
             step.query_lens, threshold=self.threshold, num_tokens=step.num_tokens
         )
         context_lens = self.context_lens[: step.num_requests]
-        starts = step.query_start_loc
-        torch.sub(step.seq_lens, starts[1:] - starts[:-1], out=context_lens)
-        return SparseMetadata(
+        metadata = SparseMetadata(
             seq_lens=step.seq_lens,
             slot_mapping=step.slot_mapping,
             max_seq_len=step.max_seq_len,
@@ -92,8 +95,12 @@ class MetadataBuilder:
             num_prefills=split.num_prefills,
             num_prefill_tokens=split.num_prefill_tokens,
             prefill=self._prefill(step, split, context_lens) if split.num_prefills else None,
+            # Last: it writes into a plan that an earlier step left.
             decode=self._decode(step, split) if split.decode_query_len else None,
         )
+        starts = step.query_start_loc
+        torch.sub(step.seq_lens, starts[1:] - starts[:-1], out=context_lens)
+        return metadata
 
     def should_use_tensor_core(self, num_decodes: int) -> bool:
         """Whether a decode of so many requests is planned for the tensor-core kernel."""
@@ -110,6 +117,7 @@ class MetadataBuilder:
             raise fail("step", expected, step.max_seq_len)
         if step.device != self.context_lens.device:
             raise fail("step", f"device {self.context_lens.device}", step.device)
+        _check_lengths(step)
 
     def _prefill(self, step: Step, split: Split, context_lens: torch.Tensor) -> PrefillMetadata:
         first, rows = split.num_decodes, split.num_decode_tokens
@@ -165,3 +173,20 @@ class MetadataBuilder:
             num_tokens=sum(step.query_lens[:count]),
         )
         return make_plan(batch, self.config, self.kv_format)
+
+
+def _check_lengths(step: Step) -> None:
+    """The lengths, as far as the host knows them.
+
+    Of decode requests ``seq_lens_cpu`` is a bound, which may lie beyond the page table and
+    ``max_seq_len``. The lengths themselves are compared with both where that needs no sync.
+    """
+    bounds = step.seq_lens_cpu
+    if (bounds < 0).any():
+        raise fail("seq_lens_cpu", "lengths >= 0", bounds.tolist())
+    if step.device.type != "cpu":
+        return
+    lengths = step.seq_lens
+    if (lengths > bounds).any():
+        raise fail("seq_lens_cpu", f"at least seq_lens={lengths.tolist()}", bounds.tolist())
+    check_lengths(lengths, step.page_table, step.max_seq_len)

@@ -14,6 +14,7 @@ TOPK = (4, 8, 16, 32)
 SLOT_BIT = 24
 """Of a schedule's packed entry: local query index below, slot above."""
 MAX_QUERIES_PER_CTA_GROUPS = 512
+NO_ROW = torch.iinfo(torch.int64).max
 FALLBACK_PROCESSORS = 132
 """Streaming multiprocessors that a schedule is made for where there is no GPU: an H200's."""
 
@@ -79,15 +80,22 @@ def build_k2q_csr(
         total_rows: blocks of all requests, or more.
         qhead_per_kv: query heads of a KV head; decides the size of work items.
         return_schedule: also cut the rows into work items.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. Bounds and totals below what
+            ``cu_seqlens_k`` says are refused on a CPU; on a GPU, where nothing is read back, the
+            blocks behind them have no row, and what selects them is dropped.
     """
     heads, topk = _check(q2k, cu_seqlens_q, cu_seqlens_k, kv_block_size)
-    total_k = _check_sizes(total_k, total_rows, qhead_per_kv)
+    total_k = _check_sizes(total_k, total_rows, max_seqlen_k, max_seqlen_q, qhead_per_kv)
     if return_schedule and (max_seqlen_k is None or max_seqlen_q is None):
         raise fail("max_seqlen_k, max_seqlen_q", "bounds, for a schedule", "None")
+    rows_by = "total_k" if total_rows is None else "total_rows"
     if total_rows is None:
-        partial = 0 if total_k % BLOCK_SIZE == 0 else cu_seqlens_q.shape[0] - 1
-        total_rows = -(-(total_k + partial * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
+        total_rows = _rows_of(total_k, cu_seqlens_q.shape[0] - 1)
+    columns_by = "max_seqlen_k" if max_seqlen_k else "total_k"
     columns = -(-max(max_seqlen_k or total_k, BLOCK_SIZE) // BLOCK_SIZE)
+    _check_rows(cu_seqlens_k, columns, columns_by, total_rows, rows_by)
 
     numbers = _number_rows(cu_seqlens_k, columns)
     row, query = _locate(q2k, cu_seqlens_q, numbers, total_rows)
@@ -131,23 +139,58 @@ def _check(
     return heads, topk
 
 
-def _check_sizes(total_k: int | None, total_rows: int | None, qhead_per_kv: int) -> int:
+def _check_sizes(
+    total_k: int | None,
+    total_rows: int | None,
+    max_seqlen_k: int | None,
+    max_seqlen_q: int | None,
+    qhead_per_kv: int,
+) -> int:
     if total_k is None:
         raise fail("total_k", "an int (0 where total_rows is given)", None)
     require_int("total_k", total_k, at_least=0)
-    if total_rows is not None:
-        require_int("total_rows", total_rows, at_least=0)
+    optional = {
+        "total_rows": total_rows,
+        "max_seqlen_k": max_seqlen_k,
+        "max_seqlen_q": max_seqlen_q,
+    }
+    for name, size in optional.items():
+        if size is not None:
+            require_int(name, size, at_least=0)
     require_int("qhead_per_kv", qhead_per_kv, at_least=1)
     return total_k
 
 
 def _number_rows(cu_seqlens_k: torch.Tensor, columns: int) -> torch.Tensor:
-    """``[B, columns]`` int64: the CSR row of each block, int64's largest where there is none."""
+    """``[B, columns]`` int64: the CSR row of each block, NO_ROW where there is none."""
     lengths = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).long()
     blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
     there = torch.arange(columns, device=lengths.device)[:, None] < blocks
     number = there.flatten().cumsum(0).view(columns, -1) - 1
-    return torch.where(there, number, torch.iinfo(torch.int64).max).T
+    return torch.where(there, number, NO_ROW).T
+
+
+def _rows_of(total_k: int, requests: int) -> int:
+    """Rows for all lengths of that sum: each request may end in a block that is not full."""
+    blocks, rest = divmod(total_k, BLOCK_SIZE)
+    if rest:
+        return -(-(total_k + requests * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
+    # Where the sum is whole, no block or at least two are not full; a token fills one at most.
+    return min(blocks + max(requests - 1, 0), total_k)
+
+
+def _check_rows(
+    cu_seqlens_k: torch.Tensor, columns: int, columns_by: str, total_rows: int, rows_by: str
+) -> None:
+    """Every block has a row, where that can be seen without waiting for a device."""
+    if cu_seqlens_k.device.type != "cpu" or cu_seqlens_k.shape[0] < 2:
+        return
+    blocks = (cu_seqlens_k.diff() + BLOCK_SIZE - 1) // BLOCK_SIZE
+    longest, total = int(blocks.max()), int(blocks.sum())
+    if longest > columns:
+        raise fail(columns_by, f"a bound of the longest request's {longest} blocks", columns)
+    if total > total_rows:
+        raise fail(rows_by, f"rows for the {total} blocks of cu_seqlens_k", f"{total_rows} rows")
 
 
 def _locate(

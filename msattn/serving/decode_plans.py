@@ -91,6 +91,7 @@ class DecodePlanCache:
         rows, device = lengths.shape[0], lengths.device
         shape = {"D": rows, "B": None}
         require_tensor("page_table", page_table, dtypes=int32, shape=shape, device=device)
+        check_lengths(lengths, page_table, self.max_seq_len)
         key = (rows, decode_query_len, page_table.shape[1])
         planned = self._plans.get(key)
         if planned is None:
@@ -134,3 +135,17 @@ def refresh(plan: Plan, seq_lens: torch.Tensor, page_table: torch.Tensor) -> Non
     from ..kernels.triton.refresh import refresh as launch
 
     launch(seq_lens, page_table, plan.seq_lens, plan.page_table)
+
+
+def check_lengths(seq_lens: torch.Tensor, page_table: torch.Tensor, max_seq_len: int) -> None:
+    """Lengths against the table's columns and the bound, on a CPU: nothing waits for a device."""
+    if seq_lens.device.type != "cpu" or not seq_lens.numel():
+        return
+    shortest, longest = map(int, seq_lens.aminmax())
+    if shortest < 0:
+        raise fail("seq_lens", "lengths >= 0", seq_lens.tolist())
+    if longest > max_seq_len:
+        raise fail("seq_lens", f"at most max_seq_len={max_seq_len}", seq_lens.tolist())
+    columns = -(-longest // BLOCK_SIZE)
+    if columns > page_table.shape[1]:
+        raise fail("page_table", f"at least {columns} columns", list(page_table.shape))

@@ -7,16 +7,17 @@ from typing import Literal, overload
 
 import torch
 
-from .. import dispatch
-from ..attend import prepare_attend
+from .. import dispatch, env
+from ..attend import QUERY_DTYPES, prepare_attend
 from ..cache import KVCache, Scale
-from ..checks import fail, require_int, require_tensor, require_type
+from ..checks import fail, require_int, require_number, require_tensor, require_type
 from ..config import MSAConfig
 from ..kv_format import KVFormat
 from ..plan import Plan
-from .backends import SPARSE_MSA, Backend
+from .backends import DECODE_KERNELS, SPARSE_MSA, Backend
 from .csr import Csr, Schedule, build_k2q_csr
 from .metadata import SparseMetadata
+from .pools import WrappedPools, identity
 
 MAX_BLOCK_SCALE_SHIFT = 7
 
@@ -34,7 +35,7 @@ class LayerState:
 
 
 class SparseImpl:
-    """Attention of the sparse layers of one model on one rank.
+    """Attention of all sparse layers of one model on one rank.
 
     Scales apply alike to decode and prefill rows, in every format. An E4M3 query is read as it is;
     it is dequantised only where the implementation that serves takes no such query.
@@ -55,23 +56,28 @@ class SparseImpl:
             config: shapes of this rank.
             kv_format: of the caches.
             softmax_scale: default ``head_dim ** -0.5``.
-            backend: decides what serves decode rows.
+            backend: decides what serves decode rows: one that names the Triton decode never takes
+                the tensor-core kernel, whatever the builder planned.
             block_scale_shift: 0 to 7, as kernels take it that requantise NVFP4 to E4M3: there, a
                 power of two that keeps ``code * block scale`` in range. Here these products are
                 exact in 16 bits, so that every shift gives the same numbers.
             impl: for both kinds of rows, as in :func:`msattn.attend`.
         """
         require_type("config", config, MSAConfig)
+        require_type("backend", backend, Backend)
         require_int("block_scale_shift", block_scale_shift, at_least=0)
         if block_scale_shift > MAX_BLOCK_SCALE_SHIFT:
             raise fail("block_scale_shift", f"at most {MAX_BLOCK_SCALE_SHIFT}", block_scale_shift)
+        if softmax_scale is not None:
+            softmax_scale = require_number("softmax_scale", softmax_scale, "a finite number")
+        dispatch.resolve(impl)
         self.config = config
         self.kv_format = KVFormat.parse(kv_format)
         self.softmax_scale = softmax_scale
         self.backend = backend
         self.block_scale_shift = block_scale_shift
         self.impl = impl
-        self._wrapped: tuple[tuple[object, ...], KVCache] | None = None
+        self._pools: WrappedPools[KVCache] = WrappedPools()
 
     @overload
     def forward(
@@ -106,17 +112,26 @@ class SparseImpl:
         Returns:
             ``out``, or ``(out, lse)``.
         """
+        if metadata is not None:
+            require_type("metadata", metadata, SparseMetadata)
         rows = 0 if metadata is None else metadata.num_tokens
         q, o = self._heads("query", query, rows), self._heads("out", out, rows)
+        require_tensor("query", q, dtypes=QUERY_DTYPES)
         lse = None
         if return_lse:
             shape = (rows, self.config.num_q_heads)
             lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=out.device)
+        if metadata is None:
+            return out if lse is None else (out, lse)
+        require_type("layer", layer, LayerState)
+        cache = self._cache(layer, metadata)
         # All of it is prepared before any of it runs: an error leaves nothing half-written.
         launches = []
         for part, plan, impl in self._parts(metadata):
             part_lse = None if lse is None else lse[part]
-            launches.append(self._prepare(layer, q[part], plan, part, o[part], part_lse, impl))
+            launches.append(
+                self._prepare(layer, cache, q[part], plan, part, o[part], part_lse, impl)
+            )
         for launch in launches:
             launch()
         return out if lse is None else (out, lse)
@@ -124,13 +139,18 @@ class SparseImpl:
     def should_use_tensor_core_decode(self, metadata: SparseMetadata | None) -> bool:
         """Whether the step's decode rows take the tensor-core kernel that the builder planned."""
         decode = None if metadata is None else metadata.decode
-        return decode is not None and decode.use_tensor_core
+        tensor_core = self.backend.decode == DECODE_KERNELS[0]
+        return tensor_core and decode is not None and decode.use_tensor_core
 
     def decode_impl(self, metadata: SparseMetadata) -> str:
-        """The implementation that is asked to serve the decode rows."""
-        if self.should_use_tensor_core_decode(metadata):
+        """The implementation that is asked to serve the decode rows.
+
+        The Triton decode stands for the kernels of a GPU: it is asked for neither on a CPU, nor
+        where ``impl`` or ``MSATTN_IMPL`` names an implementation.
+        """
+        if self.impl != "auto" or env.IMPL != "auto" or not metadata.seq_lens.is_cuda:
             return self.impl
-        return "triton" if self.impl == "auto" else self.impl
+        return "auto" if self.should_use_tensor_core_decode(metadata) else "triton"
 
     def build_prefill_csr(
         self, block_ids: torch.Tensor, metadata: SparseMetadata
@@ -159,13 +179,13 @@ class SparseImpl:
             return_schedule=True,
         )
 
-    def _parts(self, metadata: SparseMetadata | None) -> list[tuple[slice, Plan, str]]:
+    def _parts(self, metadata: SparseMetadata) -> list[tuple[slice, Plan, str]]:
         """The decode and the prefill rows of a step, where there are any; who plans and serves."""
         parts: list[tuple[slice, Plan, str]] = []
-        if metadata is not None and metadata.decode is not None:
+        if metadata.decode is not None:
             rows = slice(metadata.num_decode_tokens)
             parts.append((rows, metadata.decode.planned.use(), self.decode_impl(metadata)))
-        if metadata is not None and metadata.prefill is not None:
+        if metadata.prefill is not None:
             rows = slice(metadata.num_decode_tokens, metadata.num_tokens)
             parts.append((rows, metadata.prefill.plan, self.impl))
         return parts
@@ -173,6 +193,7 @@ class SparseImpl:
     def _prepare(
         self,
         layer: LayerState,
+        cache: KVCache,
         q: torch.Tensor,
         plan: Plan,
         part: slice,
@@ -180,8 +201,6 @@ class SparseImpl:
         lse: torch.Tensor | None,
         impl: str,
     ) -> dispatch.Launch:
-        require_type("layer", layer, LayerState)
-        cache = self._cache(layer)
         ids = require_block_ids(layer.block_ids, part.stop, self.config)[part]
         q_scale = layer.q_scale if q.dtype == torch.float8_e4m3fn else None
         if q.dtype == torch.float8_e4m3fn and not _takes_fp8(q, cache, plan, impl):
@@ -211,15 +230,22 @@ class SparseImpl:
             raise fail(name, f"at least {rows} rows, as the step has", x.shape[0])
         return x[:rows]
 
-    def _cache(self, layer: LayerState) -> KVCache:
+    def _cache(self, layer: LayerState, metadata: SparseMetadata) -> KVCache:
         """The layer's pool, wrapped; engines pass the same one in every step."""
-        pool = require_tensor("kv_cache", layer.kv_cache)
-        where = (pool.data_ptr(), pool.shape, pool.stride(), pool.dtype)
-        key = (*where, *map(_identity, (layer.k_scale, layer.v_scale)))
-        if self._wrapped is None or self._wrapped[0] != key:
-            scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-            self._wrapped = key, KVCache.from_tensor(pool, self.config, self.kv_format, **scales)
-        return self._wrapped[1]
+        pool = require_tensor("kv_cache", layer.kv_cache, device=metadata.seq_lens.device)
+
+        def wrap() -> KVCache:
+            return KVCache.from_tensor(
+                pool,
+                self.config,
+                self.kv_format,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
+                name="kv_cache",
+            )
+
+        key = tuple(map(identity, (pool, layer.k_scale, layer.v_scale)))
+        return self._pools.get(key, metadata, wrap)
 
 
 def require_block_ids(block_ids: torch.Tensor, rows: int, config: MSAConfig) -> torch.Tensor:
@@ -245,8 +271,3 @@ def _takes_fp8(q: torch.Tensor, cache: KVCache, plan: Plan, impl: str) -> bool:
     return not dispatch.why_not(
         "attend", impl=impl, plan=plan, kv_format=cache.format, query_dtype=q.dtype
     )
-
-
-def _identity(scale: Scale | None) -> object:
-    """What tells one scale from another without reading it from the device."""
-    return scale.data_ptr() if isinstance(scale, torch.Tensor) else scale

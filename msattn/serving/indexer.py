@@ -8,11 +8,12 @@ from .. import dispatch
 from ..cache import IndexCache
 from ..checks import fail, require_int, require_tensor, require_type
 from ..config import MSAConfig
-from ..indexer import prepare_index_select
+from ..indexer import INDEX_QUERY_DTYPES, prepare_index_select
 from ..kv_format import KVFormat
 from ..plan import Plan
 from .impl import require_block_ids
 from .metadata import SparseMetadata
+from .pools import WrappedPools, identity
 
 ROW_PADDING = 4
 """Rows of the shared ids are padded to a multiple of this: readers load four of them at a time."""
@@ -34,7 +35,7 @@ def allocate_block_ids(
 
 
 class Indexer:
-    """Scores and selection of the sparse layers of one model on one rank."""
+    """Scores and selection of all sparse layers of one model on one rank."""
 
     def __init__(self, config: MSAConfig, index_format: object = "bf16", *, impl: str = "auto"):
         """
@@ -47,8 +48,9 @@ class Indexer:
         require_type("config", config, MSAConfig)
         self.config = config
         self.index_format = KVFormat.parse(index_format, name="index_format", for_index=True)
+        dispatch.resolve(impl)
         self.impl = impl
-        self._wrapped: tuple[object, IndexCache] | None = None
+        self._pools: WrappedPools[IndexCache] = WrappedPools()
 
     def forward(
         self,
@@ -72,9 +74,10 @@ class Indexer:
         """
         if metadata is None:
             return None, None
+        require_type("metadata", metadata, SparseMetadata)
         rows, first = metadata.num_tokens, metadata.num_decode_tokens
         query = self._heads(index_query, rows)
-        index = self._index(index_cache)
+        index = self._index(index_cache, metadata)
         ids = require_block_ids(block_ids, rows, self.config)
         decode = prefill = None
         launches: list[dispatch.Launch] = []
@@ -94,14 +97,15 @@ class Indexer:
             launch()
         return decode, prefill
 
-    def _index(self, pool: torch.Tensor) -> IndexCache:
-        """The layer's index keys, wrapped; plans keep launches for a cache that comes again."""
-        require_tensor("index_cache", pool)
-        key = (pool.data_ptr(), pool.shape, pool.stride(), pool.dtype)
-        if self._wrapped is None or self._wrapped[0] != key:
-            index = IndexCache.from_tensor(pool, self.config, self.index_format)
-            self._wrapped = key, index
-        return self._wrapped[1]
+    def _index(self, pool: torch.Tensor, metadata: SparseMetadata) -> IndexCache:
+        """The layer's index keys, wrapped; engines pass the same ones in every step."""
+        require_tensor("index_cache", pool, device=metadata.seq_lens.device)
+        config, fmt = self.config, self.index_format
+        return self._pools.get(
+            identity(pool),
+            metadata,
+            lambda: IndexCache.from_tensor(pool, config, fmt, name="index_cache"),
+        )
 
     def _own(self, plan: Plan) -> Plan:
         """A plan by whose config the indexer's own selection is made."""
@@ -117,6 +121,8 @@ class Indexer:
         if require_tensor("index_query", query).dim() == 2:
             require_tensor("index_query", query, shape={"T": None, "Hi*Di": heads * dim})
             query = query.unflatten(1, (heads, dim))
+        shape = {"T": None, "Hi": heads, "Di": dim}
+        require_tensor("index_query", query, dtypes=INDEX_QUERY_DTYPES, shape=shape)
         if query.shape[0] < rows:
             raise fail("index_query", f"at least {rows} rows, as the step has", query.shape[0])
         return query[:rows]

@@ -6,8 +6,10 @@ vLLM's real config, metadata and specs, on a CPU; ``MSATTN_IMPL=reference`` stan
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -419,6 +421,15 @@ def test_aliases_differ_in_their_names() -> None:
     assert names == ["MINIMAX_M3_SPARSE", "MINIMAX_M3_SPARSE", "CUTLASS_MSA", "TRITON_MSA"]
     assert indexer.MiniMaxM3IndexerMSABackend.get_name() == "MINIMAX_M3_SPARSE_INDEXER"
     assert indexer.MiniMaxM3IndexerMSABackend.get_impl_cls() is indexer.MiniMaxM3IndexerMSAImpl
+
+
+def test_the_documented_names_exist() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    for part, module in (("Sparse", attention), ("Indexer", indexer)):
+        found = set(re.findall(rf"`(MiniMaxM3{part}\w+)", document))
+        assert len(found) > 6
+        for name in found - {f"MiniMaxM3{part}"}:
+            assert isinstance(getattr(module, name), type)
 
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)

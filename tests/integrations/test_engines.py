@@ -12,10 +12,15 @@ M3 = msattn.MSAConfig()
 GPUS = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "RTX 5090": (12, 0)}
 
 
-def answer(engine: Engine, kv_format: str, capability: tuple[int, int] | None) -> Answer:
+def answer(
+    engine: Engine,
+    kv_format: str,
+    capability: tuple[int, int] | None,
+    index_format: str = "bf16",
+) -> Answer:
     device = torch.device("cpu" if capability is None else "cuda")
-    fmt = msattn.KV_FORMATS[kv_format]
-    return ask(engine, M3, fmt, device=device, capability=capability)
+    fmt, index = msattn.KV_FORMATS[kv_format], msattn.KV_FORMATS[index_format]
+    return ask(engine, M3, fmt, device=device, index_format=index, capability=capability)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -47,7 +52,10 @@ def test_an_old_gpu() -> None:
     """Engines capture graphs, which cannot hold the reference; transformers does not."""
     found = answer(VLLM, "bf16", (7, 5))
     assert found.served_by == "vLLM's own Triton kernels"
-    assert "triton: needs compute capability 8.0, the device has 7.5" in found.reasons
+    for stage in ("attend", "index_select"):
+        assert (
+            f"{stage} by triton: needs compute capability 8.0, the device has 7.5" in found.reasons
+        )
     assert answer(VLLM, "nvfp4", (7, 5)).served_by is None
     assert answer(TRANSFORMERS, "nvfp4", (7, 5)).served_by == "msattn, reference"
 
@@ -61,3 +69,24 @@ def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_the_engine_does_not_have() -> None:
     (reason,) = answer(SGLANG, "nvfp4", (9, 0)).reasons
     assert reason.startswith("SGLang has no nvfp4 cache for MiniMax-M3 on it (has bf16, fp8_e4m3")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+def test_index_keys_are_asked_about(engine: Engine, gpu: str) -> None:
+    for index_format in ("bf16", "fp16", "fp8_e4m3", "fp32"):
+        found = answer(engine, "bf16", GPUS[gpu], index_format)
+        if index_format in engine.index_formats:
+            assert found.served_by is not None and found.served_by.startswith("msattn")
+            # No kernel reads fp32: transformers has the reference, engines with graphs have not.
+            assert ("reference" in found.served_by) == (index_format == "fp32")
+        else:
+            (reason,) = found.reasons
+            assert found.served_by is None
+            assert reason.startswith(f"{engine.name} has no {index_format} index keys (has bf16,")
+
+
+def test_an_fp16_model_in_vllm() -> None:
+    assert VLLM.kv_dtypes["fp16"] == "auto"
+    assert answer(VLLM, "fp16", (9, 0)) == ("msattn, hopper", [])
+    assert answer(SGLANG, "fp16", (9, 0)).served_by is None

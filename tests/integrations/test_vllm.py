@@ -12,10 +12,13 @@ from msattn import env
 from msattn.integrations import vllm as plugin
 
 
-def test_the_entry_point_is_inert() -> None:
+def test_the_entry_point_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "msattn"]
-    assert found.load() is plugin.register
+    register = found.load()
+    assert register is plugin.register
     assert "vllm" not in sys.modules
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    assert register() is None
 
 
 def test_registration_names_classes_and_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,5 +38,5 @@ def test_registration_names_classes_and_imports_none(monkeypatch: pytest.MonkeyP
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "VLLM", False)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # without a registry
     plugin.register()

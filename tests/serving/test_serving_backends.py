@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ M3 = msattn.MSAConfig()
 CUDA = torch.device("cuda")
 GPUS = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 SHARES = ((64, 4), (32, 2), (16, 1), (8, 1), (4, 1))
-KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+KV_DTYPES = ("auto", "bfloat16", "float16", "bf16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -45,15 +46,14 @@ def test_every_gpu_serves_every_cache(gpu: str, kv_dtype: str) -> None:
         assert select_backend(request, decode="triton").backend is TRITON_MSA
 
 
-def test_a_cpu_has_the_reference_and_no_triton_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_the_reference_for_both_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     request = Request(M3, "nvfp4", torch.device("cpu"))
     assert set(select_backend(request).implementations.values()) == {"reference"}
-    assert why_not(TRITON_MSA, request) == [
-        "attend by triton: runs on a GPU (on a CPU under TRITON_INTERPRET=1, for tests)"
-    ]
-    with pytest.raises(NotImplementedError, match="TRITON_MSA can serve, got attend by triton"):
-        select_backend(request, decode="triton")
+    assert why_not(TRITON_MSA, request) == []
+    chosen = select_backend(request, decode="triton")
+    assert chosen.backend is TRITON_MSA
+    assert set(chosen.implementations.values()) == {"reference"}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,8 @@ def test_page_sizes() -> None:
         ("auto", torch.bfloat16, "bf16"),
         ("auto", torch.float16, "fp16"),
         ("bfloat16", torch.float16, "bf16"),
+        ("bf16", torch.float16, "bf16"),
+        ("fp16", torch.bfloat16, "fp16"),
         ("fp8", torch.bfloat16, "fp8_e4m3"),
         ("fp8_e5m2", torch.bfloat16, "fp8_e5m2"),
         ("nvfp4", torch.bfloat16, "nvfp4"),
@@ -120,6 +122,23 @@ def test_other_index_dtypes_are_refused(name: str) -> None:
     assert parse_index_dtype("fp8").name == "fp8_e4m3"
     with pytest.raises(NotImplementedError, match=f"index_dtype: expected bf16, .* got '{name}'"):
         parse_index_dtype(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda"}, "device: expected torch.device, got str"),
+        ({"capability": 9}, r"capability: expected a pair of ints, as \(9, 0\), got 9"),
+        ({"capability": (9, "0")}, "capability: expected an int, got str '0'"),
+        ({"model_dtype": "bf16"}, "model_dtype: expected torch.dtype, got str"),
+        ({"kv_dtype": torch.bfloat16}, "kv_dtype: expected a str, got dtype"),
+        ({"index_dtype": None}, "index_dtype: expected a str, got NoneType"),
+        ({"config": None}, "config: expected msattn.MSAConfig, got NoneType"),
+    ],
+)
+def test_wrong_types(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        replace(Request(M3, "auto", CUDA), **changes)
 
 
 def test_wrong_words() -> None:

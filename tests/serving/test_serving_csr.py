@@ -125,12 +125,22 @@ def test_strides_do_not_matter() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("total_k", "rows"), [(256, 2), (257, -(-(257 + 2 * 127) // 128))])
+@pytest.mark.parametrize(
+    ("total_k", "rows"), [(256, 3), (257, -(-(257 + 2 * 127) // 128)), (384, 4)]
+)
 def test_default_total_rows(total_k: int, rows: int) -> None:
     csr = build_k2q_csr(
         torch.full((1, 2, 4), -1, dtype=INT32), starts([1, 1]), starts([128, 128]), total_k=total_k
     )
     assert csr.row_ptr.shape == (1, rows + 1)
+
+
+def test_blocks_that_are_not_full_have_rows_by_default() -> None:
+    """Two of them add up to one block of keys."""
+    q2k = torch.tensor([[[0, -1, -1, -1]] * 2], dtype=INT32)
+    csr = build_k2q_csr(q2k, starts([1, 1]), starts([64, 64]), total_k=128)
+    assert csr.row_ptr.tolist() == [[0, 1, 2]]
+    assert build_k2q_csr(q2k[:, :0], starts([0]), starts([0]), total_k=0).row_ptr.shape == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +187,28 @@ ERRORS = {
         dict(cu_seqlens_q=CU[:0], cu_seqlens_k=CU[:0]),
         ValueError,
         "cu_seqlens_q: expected at least one entry",
+    ),
+    "negative_k": (dict(max_seqlen_k=-1), ValueError, "max_seqlen_k: expected an int >= 0"),
+    "negative_q": (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q: expected an int >= 0"),
+    "few_keys": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32)),
+        ValueError,
+        "total_k: expected a bound of the longest request's 3 blocks, got 1",
+    ),
+    "short_bound": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32), max_seqlen_k=256, total_rows=3),
+        ValueError,
+        "max_seqlen_k: expected a bound of the longest request's 3 blocks, got 2",
+    ),
+    "few_rows_of_total_k": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32), max_seqlen_k=300),
+        ValueError,
+        "total_k: expected rows for the 3 blocks of cu_seqlens_k, got 1 rows",
+    ),
+    "few_rows": (
+        dict(cu_seqlens_k=torch.tensor([0, 300], dtype=INT32), max_seqlen_k=300, total_rows=2),
+        ValueError,
+        "total_rows: expected rows for the 3 blocks of cu_seqlens_k, got 2 rows",
     ),
     "bounds": (dict(return_schedule=True), ValueError, "max_seqlen_k, max_seqlen_q: expected"),
 }

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from serving_steps import check_step, make_builder, make_step
@@ -128,18 +134,84 @@ def test_a_builder_s_steps_share_a_plan() -> None:
         ({"backend": TRITON_MSA}, False),
     ],
 )
-def test_which_decode_is_planned(options: dict[str, object], expected: bool) -> None:
+def test_which_decode_is_planned(
+    options: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = make(Case("decode", (1,) * 4, (9,) * 4, CONFIG))
     builder = make_builder(inputs, **options)
     metadata = builder.build(make_step(inputs))
     impl = msattn.serving.SparseImpl(CONFIG, "bf16")
     assert impl.should_use_tensor_core_decode(metadata) is expected
-    assert impl.decode_impl(metadata) == ("auto" if expected else "triton")
     assert not impl.should_use_tensor_core_decode(None)
+    # The Triton decode is a GPU's; what serves a CPU serves each of its decodes.
+    assert impl.decode_impl(metadata) == "auto"
+    on_a_gpu: Any = SimpleNamespace(decode=metadata.decode, seq_lens=SimpleNamespace(is_cuda=True))
+    assert impl.decode_impl(on_a_gpu) == ("auto" if expected else "triton")
+    assert (
+        msattn.serving.SparseImpl(CONFIG, "bf16", impl="hopper").decode_impl(on_a_gpu) == "hopper"
+    )
+    monkeypatch.setattr(env, "IMPL", "reference")
+    assert impl.decode_impl(on_a_gpu) == "auto"
+
+
+@pytest.mark.parametrize("options", [{"min_batch": 5}, {"backend": TRITON_MSA}])
+def test_a_cpu_serves_the_triton_decode_too(options: dict[str, Any]) -> None:
+    inputs = make(Case("decode", (1,) * 4, (300,) * 4, CONFIG))
+    check_step(inputs, make_builder(inputs, **options).build(make_step(inputs)))
+
+
+def test_the_impl_s_backend_decides_too() -> None:
+    inputs = make(Case("decode", (1,) * 4, (9,) * 4, CONFIG))
+    metadata = make_builder(inputs).build(make_step(inputs))
+    for backend, expected in ((TENSOR_CORE_MSA, True), (TRITON_MSA, False)):
+        impl = msattn.serving.SparseImpl(CONFIG, "bf16", backend=backend)
+        assert impl.should_use_tensor_core_decode(metadata) is expected
 
 
 def test_the_smallest_batch_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(Case("decode", (1,), (9,), CONFIG))
-    monkeypatch.setattr(env, "DECODE_MIN_BATCH", 2)
+    monkeypatch.setenv("MSATTN_DECODE_MIN_BATCH", "2")
     assert not make_builder(inputs).should_use_tensor_core(1)
     assert make_builder(inputs, min_batch=1).should_use_tensor_core(1)  # the argument goes first
+    monkeypatch.delenv("MSATTN_DECODE_MIN_BATCH")
+    assert make_builder(inputs).min_batch == 1
+    monkeypatch.setenv("MSATTN_DECODE_MIN_BATCH", "two")
+    with pytest.raises(ValueError, match="MSATTN_DECODE_MIN_BATCH: expected an int >= 0"):
+        make_builder(inputs)
+
+
+def test_an_engine_s_own_variable_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSATTN_DECODE_MIN_BATCH", "two")
+    monkeypatch.setenv("ENGINE_MIN_BATCH", "3")
+    assert env.decode_min_batch("ENGINE_MIN_BATCH") == 3
+    monkeypatch.setenv("MSATTN_DECODE_MIN_BATCH", "2")
+    assert env.decode_min_batch("ENGINE_MAX_BATCH") == 2
+
+
+def test_a_wrong_number_in_the_environment_does_not_break_the_import() -> None:
+    environment = {**os.environ, "MSATTN_DECODE_MIN_BATCH": "two"}
+    code = "import msattn, msattn.serving"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+LENGTHS = {
+    "beyond_the_table": ((300, 5), table(2, 2), "page_table: expected at least 3 columns"),
+    "beyond_the_bound": ((5, 1025), table(2, 9), "seq_lens: expected at most max_seq_len=1024"),
+    "negative": ((5, -3), table(2), "seq_lens: expected lengths >= 0"),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_lengths_are_checked_for_every_step(name: str, known: bool) -> None:
+    """Of a shape that has a plan as of one that has none."""
+    wrong, pages, message = LENGTHS[name]
+    cache = make_cache()
+    if known:
+        plan = cache.prepare(lengths(6, 7), pages, 1).plan
+    with pytest.raises(ValueError, match=message):
+        cache.prepare(lengths(*wrong), pages, 1)
+    assert len(cache) == known
+    if known:
+        assert plan.seq_lens.tolist() == [6, 7]

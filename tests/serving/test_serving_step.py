@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from serving_steps import check_step, layer_of, make_builder, make_step
 
 import msattn
 from msattn.serving import LayerState, MetadataBuilder, SparseImpl, Step, allocate_block_ids
+from msattn.serving.pools import LIMIT, WrappedPools
 from msattn.testing.cases import LAYOUTS, Case
 from msattn.testing.compare import assert_attention, assert_bitwise_equal
 from msattn.testing.make import make, make_block_ids
@@ -160,10 +162,43 @@ def test_index_keys_that_come_again_are_wrapped_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module, "prepare_index_select", watched)
     indexer = msattn.serving.Indexer(CONFIG)
-    for index in (inputs.index, inputs.index, other.index):
+    for index in (inputs.index, other.index, inputs.index):
         indexer.forward(inputs.index_q, index.tensor, metadata, ids)
-    assert seen[0] is seen[1] and seen[2] is not seen[1]
-    assert seen[2].tensor.data_ptr() == other.index.tensor.data_ptr()
+    assert seen[0] is seen[2] and seen[1] is not seen[0]
+    assert seen[1].tensor.data_ptr() == other.index.tensor.data_ptr()
+
+
+def test_pools_that_two_steps_did_not_use_are_let_go() -> None:
+    """A wrapped cache keeps memory alive that an engine may have given back."""
+    pools: WrappedPools[set[int]] = WrappedPools()
+    inputs = make(case_of("decode")[0])
+    builder, step = make_builder(inputs), make_step(inputs)
+    first, second, third = (builder.build(step) for _ in range(3))
+    kept, gone = pools.get("kept", first, set), ref(pools.get("gone", first, set))
+    assert pools.get("kept", second, set) is kept and gone() is not None
+    assert pools.get("kept", third, set) is kept and gone() is None
+    many = [ref(pools.get(number, third, set)) for number in range(3 * LIMIT)]
+    assert sum(pool() is not None for pool in many) <= 2 * LIMIT  # of one step, too
+
+
+def test_a_scale_of_another_shape_is_another_one() -> None:
+    """One number in the place where a scale for each slot was."""
+    case, _ = case_of("mixed")
+    inputs = make(case, kv_format="fp8_e4m3", scales="slots")
+    ids = make_block_ids(inputs)
+    metadata = make_builder(inputs).build(make_step(inputs))
+    layer = layer_of(inputs, ids)
+    assert isinstance(layer.k_scale, torch.Tensor) and layer.k_scale.dim() == 2
+    one = replace(layer, k_scale=layer.k_scale[0, 0])
+    assert one.k_scale.data_ptr() == layer.k_scale.data_ptr()  # type: ignore[union-attr]
+    used = SparseImpl(CONFIG, "fp8_e4m3")
+    used.forward(layer, inputs.q, inputs.new_out(), metadata)
+    new = SparseImpl(CONFIG, "fp8_e4m3")
+    assert_bitwise_equal(
+        "out",
+        used.forward(one, inputs.q, inputs.new_out(), metadata),
+        new.forward(one, inputs.q, inputs.new_out(), metadata),
+    )
 
 
 def test_a_padded_graph_s_rows_see_nothing() -> None:
@@ -251,8 +286,95 @@ def make_errors() -> dict[str, tuple[object, type[Exception], str]]:
         given = {"layer": layer, "query": q, "out": out, "metadata": metadata, **changes}
         return lambda: impl.forward(**given)  # type: ignore[call-overload]
 
+    def select(**changes: object) -> object:
+        given = {"index_query": inputs.index_q, "index_cache": inputs.index.tensor}
+        given |= {"metadata": metadata, "block_ids": ids, **changes}  # type: ignore[dict-item]
+        return lambda: msattn.serving.Indexer(CONFIG).forward(**given)  # type: ignore[arg-type]
+
+    def make_impl(**changes: object) -> object:
+        return lambda: SparseImpl(CONFIG, "bf16", **changes)  # type: ignore[arg-type]
+
+    def lengths(**changes: object) -> object:
+        return lambda: builder.build(replace(step, **changes))  # type: ignore[arg-type]
+
     value, kind = ValueError, TypeError
+    seen = step.seq_lens
+    long = seen.clone()
+    long[2] = 900
     return {
+        "metadata": (
+            forward(metadata=3),
+            kind,
+            "metadata: expected msattn.SparseMetadata, got int",
+        ),
+        "index_metadata": (
+            select(metadata=5),
+            kind,
+            "metadata: expected msattn.SparseMetadata, got int",
+        ),
+        "query_dtype": (forward(query=q.int()), kind, "query: expected dtype"),
+        "index_query_dtype": (
+            select(index_query=inputs.index_q.int()),
+            kind,
+            "index_query: expected dtype",
+        ),
+        "index_query_heads": (
+            select(index_query=inputs.index_q[:, :1]),
+            value,
+            "index_query: expected shape",
+        ),
+        "index_pool": (
+            select(index_cache=inputs.index.tensor[:, :64]),
+            value,
+            "index_cache: expected shape",
+        ),
+        "index_format": (
+            lambda: msattn.serving.Indexer(CONFIG, "mxfp4"),
+            NotImplementedError,
+            "index_format: expected bf16, .* got 'mxfp4'",
+        ),
+        "softmax_scale": (
+            make_impl(softmax_scale=float("nan")),
+            value,
+            "softmax_scale: expected a finite number",
+        ),
+        "softmax_scale_type": (
+            make_impl(softmax_scale="x"),
+            kind,
+            "softmax_scale: expected a finite number, got str",
+        ),
+        "impl": (make_impl(impl="cuda"), value, "impl: expected auto, .* got 'cuda'"),
+        "index_impl": (
+            lambda: msattn.serving.Indexer(CONFIG, impl="cuda"),
+            value,
+            "impl: expected auto, ",
+        ),
+        "backend": (make_impl(backend="x"), kind, "backend: expected msattn.Backend, got str"),
+        "builder_backend": (
+            lambda: make_builder(inputs, backend="x"),
+            kind,
+            "backend: expected msattn.Backend",
+        ),
+        "negative_lengths": (
+            lengths(seq_lens_cpu=seen - 301),
+            value,
+            "seq_lens_cpu: expected lengths >= 0",
+        ),
+        "low_bounds": (
+            lengths(seq_lens_cpu=seen - 1),
+            value,
+            "seq_lens_cpu: expected at least seq_lens=",
+        ),
+        "beyond_max_seq_len": (
+            lengths(seq_lens=long, seq_lens_cpu=long),
+            value,
+            "seq_lens: expected at most max_seq_len=700",
+        ),
+        "beyond_the_table": (
+            lengths(page_table=step.page_table[:, :5]),
+            value,
+            "page_table: expected at least 6 columns",
+        ),
         "query_width": (forward(query=q.flatten(1)[:, 1:]), value, "query: expected shape"),
         "query_heads": (forward(query=q[:, :2]), value, r"query: expected shape \[T, Hq=4"),
         "query_rows": (forward(query=q[:3]), value, "query: expected at least 45 rows"),
@@ -272,7 +394,7 @@ def make_errors() -> dict[str, tuple[object, type[Exception], str]]:
         "pool": (
             forward(layer=LayerState(torch.zeros(3, 2, 128, 128, dtype=torch.bfloat16), ids)),
             value,
-            "tensor: expected shape",
+            "kv_cache: expected shape",
         ),
         "shift": (
             lambda: SparseImpl(CONFIG, "bf16", block_scale_shift=8),
@@ -341,6 +463,34 @@ def test_an_error_leaves_nothing_half_written() -> None:
     with pytest.raises(ValueError, match="cache: expected the plan's format nvfp4"):
         SparseImpl(CONFIG, "bf16").forward(layer, inputs.q, out, broken)
     assert_bitwise_equal("out", out, before)
+
+
+@pytest.mark.parametrize("refused", ["page_table", "prefill"])
+def test_a_refused_step_leaves_what_an_earlier_one_left(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make(case_of("mixed")[0])
+    builder, step = make_builder(inputs), make_step(inputs)
+    decode = builder.build(step).decode
+    assert decode is not None
+    kept = [x.clone() for x in (builder.context_lens, *decode.planned.plan.tensors)]
+    shorter = replace(step, seq_lens=step.seq_lens - 1, seq_lens_cpu=step.seq_lens_cpu)
+    if refused == "page_table":
+        shorter = replace(shorter, page_table=step.page_table[:, :5])
+    else:
+        monkeypatch.setattr("msattn.serving.builder.PrefillMetadata", None)
+    with pytest.raises((ValueError, TypeError)):
+        builder.build(shorter)
+    for now, before in zip((builder.context_lens, *decode.planned.plan.tensors), kept, strict=True):
+        assert torch.equal(now, before)
+
+
+def test_the_host_s_lengths_of_decodes_may_lie_beyond_the_table() -> None:
+    """An engine's bound takes every draft for accepted."""
+    inputs = make(case_of("decode")[0])
+    step = make_step(inputs)
+    beyond = step.seq_lens_cpu + 4000
+    check_step(inputs, make_builder(inputs).build(replace(step, seq_lens_cpu=beyond)))
 
 
 def test_the_step_of_a_list_may_be_padded() -> None:

@@ -1,6 +1,7 @@
 """Attention of MiniMax-M3's sparse layers as vLLM has it: backends, metadata, builder, impl.
 
-The names are those of vLLM's ``sparse_attention_msa``, which serves SM100 alone.
+The names are those of vLLM's ``sparse_attention_msa``, which serves SM100 alone, and of what it
+imports: the base classes are vLLM's own.
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.models.minimax_m3.common import sparse_attention
-from vllm.models.minimax_m3.nvidia import sparse_attention_msa
+from vllm.models.minimax_m3.common.sparse_attention import (
+    MiniMaxM3SparseBackend,
+    MiniMaxM3SparseDecodeMetadata,
+    MiniMaxM3SparseImpl,
+    MiniMaxM3SparseMetadata,
+    MiniMaxM3SparseMetadataBuilder,
+    MiniMaxM3SparsePrefillMetadata,
+)
+from vllm.models.minimax_m3.nvidia import sparse_attention_msa as original
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -22,7 +30,7 @@ from ...serving.decode_plans import refresh
 from .step import make_builder, make_step, read_config, read_index_format, read_kv_format, warm_up
 
 
-class MiniMaxM3SparseMSABackend(sparse_attention.MiniMaxM3SparseBackend):
+class MiniMaxM3SparseMSABackend(MiniMaxM3SparseBackend):
     """Plain caches (bf16, fp16, fp8) in either layout."""
 
     @staticmethod
@@ -34,7 +42,7 @@ class MiniMaxM3SparseMSABackend(sparse_attention.MiniMaxM3SparseBackend):
         return MiniMaxM3SparseMSAMetadataBuilder
 
 
-class MiniMaxM3SparseMSANvfp4Backend(sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend):
+class MiniMaxM3SparseMSANvfp4Backend(original.MiniMaxM3SparseMSANvfp4Backend):
     """NVFP4 caches: vLLM's own pages, of two slots of 72 bytes a token for each KV head."""
 
     @staticmethod
@@ -63,25 +71,25 @@ class MiniMaxM3SparseTritonBackend(MiniMaxM3SparseMSABackend):
 
 
 @dataclass
-class MiniMaxM3SparseMSAPrefillMetadata(sparse_attention.MiniMaxM3SparsePrefillMetadata):
+class MiniMaxM3SparseMSAPrefillMetadata(MiniMaxM3SparsePrefillMetadata):
     """vLLM's; workspaces belong to the plan in ``MiniMaxM3SparseMSAMetadata.step``."""
 
 
 @dataclass
-class MiniMaxM3SparseMSADecodeMetadata(sparse_attention.MiniMaxM3SparseDecodeMetadata):
+class MiniMaxM3SparseMSADecodeMetadata(MiniMaxM3SparseDecodeMetadata):
     """vLLM's, and whether the tensor-core decode was planned."""
 
     use_tensor_core: bool = False
 
 
 @dataclass
-class MiniMaxM3SparseMSAMetadata(sparse_attention.MiniMaxM3SparseMetadata):
+class MiniMaxM3SparseMSAMetadata(MiniMaxM3SparseMetadata):
     """vLLM's, and the step with its plans."""
 
     step: SparseMetadata | None = None
 
 
-class MiniMaxM3SparseMSAMetadataBuilder(sparse_attention.MiniMaxM3SparseMetadataBuilder):
+class MiniMaxM3SparseMSAMetadataBuilder(MiniMaxM3SparseMetadataBuilder):
     """Plans a step outside of captured graphs, which find its tensors where they were."""
 
     supports_draft_decode_metadata_update = True
@@ -171,7 +179,7 @@ def _decode(step: SparseMetadata) -> MiniMaxM3SparseMSADecodeMetadata | None:
     )
 
 
-class MiniMaxM3SparseMSABaseImpl(sparse_attention.MiniMaxM3SparseImpl):
+class MiniMaxM3SparseMSABaseImpl(MiniMaxM3SparseImpl):
     """Attends over the blocks that the indexer left in ``layer.topk_indices_buffer``."""
 
     can_return_lse_for_decode = True

@@ -1,6 +1,7 @@
 """The indexer of MiniMax-M3's sparse layers as vLLM has it: backend, metadata, builder, impl.
 
-The names are those of vLLM's ``indexer_msa``, which serves SM100 alone.
+The names are those of vLLM's ``indexer_msa``, which serves SM100 alone, and of what it imports:
+the base classes are vLLM's own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.models.minimax_m3.common import indexer
+from vllm.models.minimax_m3.common.indexer import (
+    MiniMaxM3IndexerBackend,
+    MiniMaxM3IndexerDecodeMetadata,
+    MiniMaxM3IndexerImpl,
+    MiniMaxM3IndexerMetadata,
+    MiniMaxM3IndexerMetadataBuilder,
+    MiniMaxM3IndexerPrefillMetadata,
+)
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -22,7 +30,7 @@ from .attention import counts, update_plan
 from .step import make_builder, make_step
 
 
-class MiniMaxM3IndexerMSABackend(indexer.MiniMaxM3IndexerBackend):
+class MiniMaxM3IndexerMSABackend(MiniMaxM3IndexerBackend):
     """Index keys in bf16 or E4M3."""
 
     @staticmethod
@@ -35,13 +43,13 @@ class MiniMaxM3IndexerMSABackend(indexer.MiniMaxM3IndexerBackend):
 
 
 @dataclass
-class MiniMaxM3IndexerMSAMetadata(indexer.MiniMaxM3IndexerMetadata):
+class MiniMaxM3IndexerMSAMetadata(MiniMaxM3IndexerMetadata):
     """vLLM's, and the step with its plans, by the page table of the index caches."""
 
     step: SparseMetadata | None = None
 
 
-class MiniMaxM3IndexerMSAMetadataBuilder(indexer.MiniMaxM3IndexerMetadataBuilder):
+class MiniMaxM3IndexerMSAMetadataBuilder(MiniMaxM3IndexerMetadataBuilder):
     """As the attention's: it splits alike, with pages and slots of its own."""
 
     supports_draft_decode_metadata_update = True
@@ -72,11 +80,11 @@ class MiniMaxM3IndexerMSAMetadataBuilder(indexer.MiniMaxM3IndexerMetadataBuilder
         """The draft's next token: lengths and pages have changed in vLLM's own tensors."""
         update_plan(metadata.step)
 
-    def _decode(self, step: SparseMetadata) -> indexer.MiniMaxM3IndexerDecodeMetadata | None:
+    def _decode(self, step: SparseMetadata) -> MiniMaxM3IndexerDecodeMetadata | None:
         decode = step.decode
         if decode is None:
             return None
-        return indexer.MiniMaxM3IndexerDecodeMetadata(
+        return MiniMaxM3IndexerDecodeMetadata(
             seq_lens=decode.seq_lens,
             block_table=decode.page_table,
             max_seq_len=step.max_seq_len,
@@ -85,11 +93,11 @@ class MiniMaxM3IndexerMSAMetadataBuilder(indexer.MiniMaxM3IndexerMetadataBuilder
         )
 
 
-def _prefill(step: SparseMetadata) -> indexer.MiniMaxM3IndexerPrefillMetadata | None:
+def _prefill(step: SparseMetadata) -> MiniMaxM3IndexerPrefillMetadata | None:
     prefill = step.prefill
     if prefill is None:
         return None
-    return indexer.MiniMaxM3IndexerPrefillMetadata(
+    return MiniMaxM3IndexerPrefillMetadata(
         cu_seqlens_q=prefill.cu_seqlens_q,
         seq_lens=prefill.seq_lens,
         context_lens=prefill.context_lens,
@@ -99,7 +107,7 @@ def _prefill(step: SparseMetadata) -> indexer.MiniMaxM3IndexerPrefillMetadata | 
     )
 
 
-class MiniMaxM3IndexerMSAImpl(indexer.MiniMaxM3IndexerImpl):
+class MiniMaxM3IndexerMSAImpl(MiniMaxM3IndexerImpl):
     """Scores and exact selection, into the ids that the model's layers share."""
 
     indexer_backend_cls: ClassVar[type[Any]] = MiniMaxM3IndexerMSABackend

@@ -10,11 +10,14 @@ ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGen
 def register() -> None:
     """Let vLLM build MiniMax-M3 from :mod:`.model`, which is imported only then.
 
-    With ``MSATTN_VLLM=0`` vLLM stays as it is.
+    Does nothing without vLLM, nor with ``MSATTN_VLLM=0``.
     """
     if not env.VLLM:
         return
-    from vllm import ModelRegistry
+    try:
+        from vllm import ModelRegistry
+    except ModuleNotFoundError:
+        return
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, f"{__package__}.model:{name}")

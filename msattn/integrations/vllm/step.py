@@ -46,8 +46,7 @@ def make_builder(vllm_config: VllmConfig, device: torch.device, threshold: int) 
         max_seq_len=vllm_config.model_config.max_model_len,
         device=device,
         num_speculative_tokens=threshold - 1,
-        # vLLM's own variable goes first.
-        min_batch=env.read_int(MIN_BATCH, env.DECODE_MIN_BATCH),
+        min_batch=env.decode_min_batch(MIN_BATCH),
     )
 
 
