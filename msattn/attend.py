@@ -136,11 +136,11 @@ def prepare_attend(
     if lse is None and return_lse:
         lse = torch.full(tuple(lse_shape.values()), -math.inf, dtype=torch.float32, device=device)
     result = out if lse is None else (out, lse)
-    if not tokens:
-        return nothing, result
     problem = Problem(
         "attend", device, config, cache.format, q.dtype, plan.num_blocks, plan.query_len_class
     )
+    if not tokens:
+        return nothing(impl, problem), result
     return prepare(impl, problem, q, cache, block_ids, plan, *scales, out, lse), result
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .checks import fail, require_list, require_output, require_tensor
-from .dispatch import Problem, choose
+from .dispatch import Problem, nothing, prepare
 from .store import MODEL_DTYPES
 
 
@@ -52,6 +52,7 @@ def merge_states(
         out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
     if lse_out is None:
         lse_out = torch.empty(lses[0].shape, dtype=torch.float32, device=first.device)
-    if lse_out.numel():
-        choose(impl, Problem("merge_states", first.device))(outs, lses, out, lse_out)
+    problem, arguments = Problem("merge_states", first.device), (outs, lses, out, lse_out)
+    launch = prepare(impl, problem, *arguments) if lse_out.numel() else nothing(impl, problem)
+    launch()
     return out, lse_out

@@ -112,8 +112,15 @@ def _launch_on(device: torch.device, launch: Launch) -> None:
         launch()
 
 
-def nothing() -> None:
-    """The launch of a stage without tokens."""
+def nothing(impl: str, problem: Problem) -> Launch:
+    """The launch of a stage without tokens: reasons stand in the way of a named ``impl`` alone."""
+    if impl != "auto" or env.IMPL != "auto":
+        choose(impl, problem)
+    return _do_nothing
+
+
+def _do_nothing() -> None:
+    """What a stage without tokens does."""
 
 
 _CHOSEN: dict[tuple[str, Problem], tuple[tuple[Implementation, ...], Callable[..., Any]]] = {}

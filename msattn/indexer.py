@@ -6,7 +6,7 @@ import torch
 
 from .cache import IndexCache
 from .checks import fail, require_output, require_tensor, require_type
-from .dispatch import Launch, Problem, choose, nothing, prepare
+from .dispatch import Launch, Problem, nothing, prepare
 from .plan import Plan
 from .selection import block_ids_shape
 
@@ -45,9 +45,10 @@ def index_scores(
     require_output("out", out, dtypes=[torch.float32], shape=shape, device=index_q.device)
     if out is None:
         out = index_q.new_empty((heads, tokens, plan.num_blocks), dtype=torch.float32)
-    if out.numel() == 0:
-        return out
-    choose(impl, _problem("index_scores", index_q, index, plan))(index_q, index, plan, out)
+    problem = _problem("index_scores", index_q, index, plan)
+    arguments = (index_q, index, plan, out)
+    launch = prepare(impl, problem, *arguments) if out.numel() else nothing(impl, problem)
+    launch()
     return out
 
 
@@ -87,9 +88,9 @@ def prepare_index_select(
     require_output("out", out, dtypes=[torch.int32], shape=shape, device=index_q.device)
     if out is None:
         out = torch.empty(tuple(shape.values()), dtype=torch.int32, device=index_q.device)
-    if out.numel() == 0:
-        return nothing, out
     problem = _problem("index_select", index_q, index, plan)
+    if out.numel() == 0:
+        return nothing(impl, problem), out
     return prepare(impl, problem, index_q, index, plan, out), out
 
 

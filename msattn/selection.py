@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .checks import require_output, require_tensor, require_type
-from .dispatch import Problem, choose
+from .dispatch import Problem, nothing, prepare
 from .plan import Plan
 
 
@@ -38,11 +38,9 @@ def select_blocks(
     require_output("out", out, dtypes=[torch.int32], shape=out_shape, device=scores.device)
     if out is None:
         out = torch.empty(tuple(out_shape.values()), dtype=torch.int32, device=scores.device)
-    if out.numel() == 0:
-        return out
-    choose(impl, Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks))(
-        scores, plan, out
-    )
+    problem = Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks)
+    launch = prepare(impl, problem, scores, plan, out) if out.numel() else nothing(impl, problem)
+    launch()
     return out
 
 

@@ -48,9 +48,9 @@ def prepare_store_kv(
     shape["T"] = k.shape[0]
     require_tensor("v", v, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
     _require_slots(slot_mapping, k.shape[0], cache.num_pages, cache.device)
-    if k.shape[0] == 0:
-        return nothing
     problem = Problem("store_kv", k.device, None, cache.format, k.dtype)
+    if k.shape[0] == 0:
+        return nothing(impl, problem)
     return prepare(impl, problem, k, v, cache, slot_mapping)
 
 
@@ -78,9 +78,9 @@ def prepare_store_index_k(
         index_k = index_k.squeeze(1)
     require_tensor("index_k", index_k, shape={"T": None, "Di": index.head_dim})
     _require_slots(slot_mapping, index_k.shape[0], index.num_pages, index.device)
-    if index_k.shape[0] == 0:
-        return nothing
     problem = Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
+    if index_k.shape[0] == 0:
+        return nothing(impl, problem)
     return prepare(impl, problem, index_k, index, slot_mapping)
 
 
@@ -104,9 +104,9 @@ def refresh_compact_keys(
         pages = torch.arange(index.num_pages, device=index.device)
     dtypes = [torch.int64, torch.int32]
     require_tensor("pages", pages, dtypes=dtypes, shape={"n": None}, device=index.device)
-    if pages.shape[0]:
-        problem = Problem("refresh_compact_keys", index.device, None, index.format)
-        prepare(impl, problem, index, pages)()
+    problem = Problem("refresh_compact_keys", index.device, None, index.format)
+    launch = prepare(impl, problem, index, pages) if pages.shape[0] else nothing(impl, problem)
+    launch()
 
 
 def _require_slots(

@@ -279,6 +279,54 @@ def test_an_empty_step_asks_for_nothing(install: Callable[..., Fake]) -> None:
     assert msattn.merge_states([q], [q[..., 0]])[0].numel() == 0
 
 
+def without_tokens(stage: str) -> tuple[Any, ...]:
+    """The arguments of a stage for a step that has none."""
+    plan = make_plan(Batch.from_lists([], [], []), CONFIG, "bf16")
+    cache, index = KVCache.allocate(1, CONFIG), IndexCache.allocate(1, CONFIG, compact=True)
+    kv, q, slots = torch.ones(0, 2, 128), torch.ones(0, 4, 128), torch.arange(0)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "store_kv": (kv, kv, cache, slots),
+        "store_index_k": (kv[:, 0], index, slots),
+        "refresh_compact_keys": (index, slots),
+        "index_scores": (kv, index, plan),
+        "select_blocks": (torch.ones(2, 0, 0), plan),
+        "index_select": (kv, index, plan),
+        "attend": (q, cache, torch.zeros(0, 2, 4, dtype=torch.int32), plan),
+        "merge_states": ([q], [q[..., 0]]),
+    }
+    return arguments[stage]
+
+
+@stages
+def test_a_named_one_must_serve_an_empty_step_too(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, arguments = getattr(msattn, stage), without_tokens(stage)
+    for impl in ("auto", "reference"):
+        call(*arguments, impl=impl)
+    with pytest.raises(ValueError, match=r"^impl: expected auto, hopper, triton or reference, got "):
+        call(*arguments, impl="fast")
+    refusal = f"^impl='hopper' cannot serve {stage}: hopper: "
+    with pytest.raises(NotImplementedError, match=refusal):
+        call(*arguments, impl="hopper")
+    monkeypatch.setattr("msattn.env.IMPL", "hopper")
+    with pytest.raises(NotImplementedError, match=refusal):
+        call(*arguments)
+
+
+@stages
+def test_every_stage_is_launched_by_prepare(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the device that a launch is for."""
+    launched: list[str] = []
+
+    def prepare(impl: str, problem: Problem, *arguments: object) -> Callable[[], None]:
+        return lambda: launched.append(problem.stage)
+
+    monkeypatch.setattr(sys.modules[getattr(msattn, stage).__module__], "prepare", prepare)
+    getattr(msattn, stage)(*arguments(stage))
+    assert launched == [stage]
+
+
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process: the environment is read at import."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MSATTN_")}
