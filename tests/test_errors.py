@@ -837,6 +837,37 @@ CONFIGS = [
         ValueError,
         "config: expected a MiniMax-M3 config with 'num_attention_heads', got dict without it",
     ),
+    *(
+        case("MSAConfig.from_hf", from_hf(changes), error, message)
+        for changes, error, message in (
+            (
+                {"sparse_attention_config": {"sparse_topk_blocks": 16.5}},
+                TypeError,
+                "sparse_topk_blocks: expected an int, got float 16.5",
+            ),
+            (
+                {"sparse_attention_config": {"sparse_topk_blocks": "abc"}},
+                TypeError,
+                "sparse_topk_blocks: expected an int, got str 'abc'",
+            ),
+            (
+                {"index_topk_blocks": 0},
+                ValueError,
+                "index_topk_blocks: expected an int >= 1, got 0",
+            ),
+            (
+                {"index_topk_blocks": 8, "index_local_blocks": -1},
+                ValueError,
+                "index_local_blocks: expected an int >= 0, got -1",
+            ),
+            (
+                {"num_key_value_heads": 0},
+                ValueError,
+                "num_key_value_heads: expected an int >= 1, got 0",
+            ),
+            ({"head_dim": "128"}, TypeError, "head_dim: expected an int, got str '128'"),
+        )
+    ),
     case(
         "MSAConfig.from_hf",
         from_hf({"sparse_attention_config": {"sparse_score_type": "mean"}}),
