@@ -10,8 +10,7 @@ import torch
 from .cache import KVCache, Scale
 from .checks import fail, require_number, require_output, require_tensor, require_type
 from .dispatch import Launch, Problem, nothing, prepare
-from .indexer import require_rows
-from .plan import Plan
+from .plan import Plan, require_rows
 from .store import MODEL_DTYPES
 
 QUERY_DTYPES = (*MODEL_DTYPES, torch.float8_e4m3fn)

@@ -7,7 +7,7 @@ import torch
 from .cache import IndexCache
 from .checks import fail, require_output, require_tensor, require_type
 from .dispatch import Launch, Problem, nothing, prepare
-from .plan import Plan
+from .plan import Plan, require_rows
 from .selection import block_ids_shape
 
 INDEX_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -105,12 +105,6 @@ def _check_query(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> None:
     if index.head_dim != config.index_head_dim:
         raise fail("index", f"index_head_dim={config.index_head_dim}", index.head_dim)
     require_rows("index_q", index_q.shape[0], plan)
-
-
-def require_rows(name: str, rows: int, plan: Plan) -> None:
-    """A tensor with a row for each query token has a row for every token of the plan."""
-    if plan.num_tokens is not None and rows < plan.num_tokens:
-        raise fail(name, f"at least {plan.num_tokens} rows, as the plan has query tokens", rows)
 
 
 def _problem(stage: str, index_q: torch.Tensor, index: IndexCache, plan: Plan) -> Problem:

@@ -6,7 +6,7 @@ import torch
 
 from .checks import require_output, require_tensor, require_type
 from .dispatch import Problem, nothing, prepare
-from .plan import Plan
+from .plan import Plan, require_rows
 
 
 def select_blocks(
@@ -34,6 +34,7 @@ def select_blocks(
     require_type("plan", plan, Plan)
     shape = {"Hi": plan.config.num_index_heads, "T": None, "B": None}
     require_tensor("scores", scores, dtypes=[torch.float32], shape=shape, device=plan.device)
+    require_rows("scores", scores.shape[1], plan)
     out_shape = block_ids_shape(plan, scores.shape[1])
     require_output("out", out, dtypes=[torch.int32], shape=out_shape, device=scores.device)
     if out is None:

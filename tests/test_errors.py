@@ -282,6 +282,12 @@ STAGES = [
         )
     ),
     stage_case(
+        "select_blocks",
+        ValueError,
+        "scores: expected at least 3 rows, as the plan has query tokens, got 2",
+        scores=torch.zeros(2, 2, BLOCKS),
+    ),
+    stage_case(
         "attend",
         ValueError,
         "q: expected at least 4 rows, as the plan has query tokens, got 3",
@@ -431,6 +437,39 @@ LAYER = [
         ValueError,
         "slot_mapping: expected slots below 384 (3 pages), got 384",
         slot_mapping=int32(0, 1, 384),
+    ),
+    stage_case(
+        "sparse_attention",
+        TypeError,
+        "index_k: expected a torch.Tensor, got NoneType",
+        index_k=None,
+    ),
+    stage_case(
+        "sparse_attention",
+        ValueError,
+        "index_k: expected as many rows as k, [3], got [2]",
+        index_k=zeros(2, 128),
+    ),
+    *(
+        stage_case("sparse_attention", error, f"index_slot_mapping: expected {message}", **changes)
+        for error, message, changes in (
+            (TypeError, "a torch.Tensor, got list", {"index_slot_mapping": []}),
+            (ValueError, "shape [T=3], got [2]", {"index_slot_mapping": int32(0, 1)}),
+            (
+                ValueError,
+                "slots below 384 (3 pages), got 384",
+                {"index_slot_mapping": int32(0, 1, 384)},
+            ),
+        )
+    ),
+    *(
+        stage_case(
+            "sparse_attention",
+            TypeError,
+            f"index_plan: expected msattn.Plan, got {type(value).__name__}",
+            index_plan=value,
+        )
+        for value in (3, 0)
     ),
 ]
 
@@ -967,7 +1006,13 @@ BATCHES = [
                 TypeError,
                 "seq_lens: expected dtype torch.int32, got torch.int64",
             ),
-            ({"seq_lens": int32()}, ValueError, "cu_seqlens_q: expected shape [R+1=1], got [4]"),
+            ({"seq_lens": int32()}, ValueError, "seq_lens: expected shape [R=3], got [0]"),
+            (
+                {"cu_seqlens_q": None},
+                TypeError,
+                "cu_seqlens_q: expected a torch.Tensor, got None...",
+            ),
+            ({"page_table": []}, TypeError, "page_table: expected a torch.Tensor, got list"),
             (
                 {"seq_lens": int32(4096, -1, 5)},
                 ValueError,
