@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checks import fail, one_of, require_int, require_number, require_tensor, require_type
+from .checks import (
+    fail,
+    one_of,
+    require_distinct,
+    require_int,
+    require_number,
+    require_tensor,
+    require_type,
+)
 from .config import BLOCK_SIZE, MSAConfig
 from .kv_format import KVFormat
 
@@ -323,6 +331,7 @@ def _as_compact(name: str, value: object, keys: torch.Tensor, fmt: KVFormat) -> 
         raise fail(name, "strides [a multiple of 4, 1]", f"strides {list(tensor.stride())}")
     if tensor.storage_offset() % 4:
         raise fail(name, "a storage offset of a multiple of 4 bytes", tensor.storage_offset())
+    require_distinct(name, tensor)
     return CompactKeys(tensor, dim)
 
 
@@ -364,6 +373,7 @@ def _as_elements(
     tensor = require_tensor(name, value, dtypes=dtypes, shape=shape)
     if tensor.numel() and tensor.stride(-1) != 1:
         raise fail(name, "a last stride of 1", f"strides {list(tensor.stride())}")
+    require_distinct(name, tensor)
     return tensor.view(fmt.storage_dtype)
 
 

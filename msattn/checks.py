@@ -80,6 +80,14 @@ def require_output(
     """A caller's output buffer, when there is one, can take the result without a copy or a cast."""
     if out is not None:
         require_tensor(name, out, dtypes=dtypes, shape=shape, device=device)
+        require_distinct(name, out)
+
+
+def require_distinct(name: str, tensor: torch.Tensor) -> None:
+    """No dimension of ``tensor`` is expanded: it is written to, by many programs at once."""
+    strides = tensor.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(tensor.shape, strides, strict=True)):
+        raise fail(name, "elements that do not share memory", f"strides {list(strides)}")
 
 
 def one_of(values: Sequence[object]) -> str:

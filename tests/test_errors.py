@@ -212,6 +212,21 @@ OBJECTS = [
 ]
 
 
+OUTPUTS = [(stage, name) for stage, name, *_ in TENSORS if name.endswith("out")]
+
+
+def overlapping_cases() -> Iterator[Case]:
+    """Outputs whose elements lie at the same address."""
+    for stage, name in OUTPUTS:
+
+        def call(world: World, stage: str = stage, name: str = name) -> object:
+            out = world.arguments(stage)[name]
+            return world.call(stage, **{name: out[:1].expand(out.shape)})
+
+        message = f"{name}: expected elements that do not share memory, got strides [0, ..."
+        yield Case(call, ValueError, message, stage)
+
+
 def object_cases() -> Iterator[Case]:
     for stage, name, kind in OBJECTS:
         for value in (None, zeros(1), CONFIG):
@@ -546,6 +561,7 @@ def wrap(tensor: object, kv_format: object = "bf16", **scales: Any) -> Callable[
     return lambda w: KVCache.from_tensor(tensor, CONFIG, kv_format, **scales)
 
 
+DISTINCT = "expected elements that do not share memory, got strides "
 PAIR = "tensor: expected a pair (K, V), got "
 SCALE = "a finite number > 0 or a tensor"
 SLOT_RUN = "tensor: expected each slot one run of 9216 bytes (strides [.., .., 72, 1]), got strides"
@@ -605,6 +621,24 @@ CACHES = [
                 "bf16",
                 ValueError,
                 "tensor: expected a last stride of 1, got strides [65536, 32768, 1, 128]",
+            ),
+            (
+                zeros(1, 2, 128, 256).expand(3, -1, -1, -1),
+                "bf16",
+                ValueError,
+                "tensor: " + DISTINCT + "[0, 32768, 256, 1]",
+            ),
+            (
+                (zeros(3, 2, 128, 128), zeros(3, 1, 128, 128).expand(-1, 2, -1, -1)),
+                "bf16",
+                ValueError,
+                "tensor[1]: " + DISTINCT + "[16384, 0, 128, 1]",
+            ),
+            (
+                zeros(1, 4, 128, 72, dtype=torch.uint8).expand(3, -1, -1, -1),
+                "nvfp4",
+                ValueError,
+                "tensor: " + DISTINCT + "[0, 9216, 72, 1]",
             ),
             ([], "bf16", ValueError, PAIR + "0 tensors"),
             ((zeros(3, 2, 128, 128),) * 3, "bf16", ValueError, PAIR + "3 tensors"),
@@ -740,6 +774,12 @@ CACHES = [
                 ValueError,
                 "tensor: expected a last stride of 1, got strides [16384, 1, 128]",
             ),
+            (
+                zeros(3, 1, 128).expand(3, 128, 128),
+                None,
+                ValueError,
+                "tensor: " + DISTINCT + "[128, 0, 1]",
+            ),
         )
     ),
     *(
@@ -767,6 +807,12 @@ CACHES = [
             ),
             (COMPACT_KEYS, COMPACT[1:], ValueError, "shape [pages=3, bytes=16896], got [2, 16896]"),
             (COMPACT_KEYS, COMPACT.to("meta"), ValueError, "device cpu, got meta"),
+            (
+                COMPACT_KEYS,
+                COMPACT[:1].expand(3, -1),
+                ValueError,
+                DISTINCT.removeprefix("expected ") + "[0, 1]",
+            ),
             (
                 COMPACT_KEYS,
                 zeros(3, 16898, dtype=torch.uint8)[:, :16896],
@@ -1192,6 +1238,7 @@ CASES = [
     *tensor_cases(),
     *object_cases(),
     *impl_cases(),
+    *overlapping_cases(),
     *STAGES,
     *LAYER,
     *PLANS,
