@@ -9,7 +9,7 @@ from operator import index
 
 import torch
 
-from .checks import fail, require_int, require_list, require_tensor
+from .checks import fail, require_device, require_int, require_list, require_tensor
 from .config import BLOCK_SIZE
 
 UNMAPPED = -1
@@ -93,7 +93,7 @@ class Batch:
         for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
             for length in lengths:
                 require_int(name, length, at_least=0)
-        table = _as_table(page_table, device)
+        table = _as_table(page_table, require_device("device", device))
         starts = [0]
         for length in query_lens:
             starts.append(starts[-1] + length)
@@ -134,7 +134,7 @@ class Batch:
 
 
 def _as_table(
-    page_table: torch.Tensor | Sequence[Sequence[int]], device: torch.device | str | None
+    page_table: torch.Tensor | Sequence[Sequence[int]], device: torch.device | None
 ) -> torch.Tensor:
     if isinstance(page_table, torch.Tensor):
         table = page_table.to(page_table.device if device is None else device)

@@ -12,6 +12,7 @@ import torch
 from .checks import (
     fail,
     one_of,
+    require_device,
     require_distinct,
     require_int,
     require_number,
@@ -78,6 +79,7 @@ class KVCache:
         """A zeroed pool of ``num_pages`` pages; ``kv_format`` is a name, a dtype or a KVFormat."""
         require_int("num_pages", num_pages, at_least=0)
         require_type("config", config, MSAConfig)
+        require_device("device", device)
         fmt = KVFormat.parse(kv_format)
         shape = (num_pages, *fmt.page_shape(config))
         tensor = torch.zeros(shape, dtype=fmt.storage_dtype, device=device)
@@ -265,6 +267,7 @@ class IndexCache:
         """
         require_int("num_pages", num_pages, at_least=0)
         require_type("config", config, MSAConfig)
+        require_device("device", device)
         fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         shape = (num_pages, BLOCK_SIZE, config.index_head_dim)
         tensor = torch.zeros(shape, dtype=fmt.storage_dtype, device=device)

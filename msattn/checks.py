@@ -46,6 +46,20 @@ def require_type(name: str, value: object, kind: type) -> None:
         raise fail(name, f"msattn.{kind.__name__}", type(value).__name__, TypeError)
 
 
+def require_device(name: str, value: object) -> torch.device | None:
+    """``value`` as a torch.device, None for None; it may be one that this machine has not."""
+    if value is None or isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise fail(
+            name, "a torch.device or its name", f"{type(value).__name__} {value!r}", TypeError
+        )
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise fail(name, "a torch.device or its name", repr(value)) from None
+
+
 def require_tensor(
     name: str,
     value: object,

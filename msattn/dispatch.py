@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import env
-from .arch import device_name
-from .checks import fail, one_of, require_type
+from .arch import absence, device_name
+from .checks import fail, one_of, require_device, require_type
 from .config import MSAConfig
 from .kernels.hopper.support import indexer_why_not as hopper_indexer_why_not
 from .kernels.hopper.support import why_not as hopper_why_not
@@ -65,7 +65,7 @@ class Implementation:
 
 def _reference_why_not(problem: Problem) -> list[str]:
     if problem.device.type in ("cpu", "cuda"):
-        return []
+        return [] if problem.capability else absence(problem.device)
     return [f"runs on cpu and cuda, not on {problem.device.type} (scores are summed in fp64)"]
 
 
@@ -185,14 +185,14 @@ def why_not(
         require_type("plan", plan, Plan)
         config = config or plan.config
         kv_format = kv_format or plan.kv_format
-        device = device or plan.device
+        device = plan.device if device is None else device
     if config is not None:
         require_type("config", config, MSAConfig)
     if query_dtype is not None and not isinstance(query_dtype, torch.dtype):
         raise fail("query_dtype", "a torch.dtype", repr(query_dtype), TypeError)
     problem = Problem(
         stage,
-        torch.device(device or "cpu"),
+        require_device("device", device) or torch.device("cpu"),
         config,
         None if kv_format is None else KVFormat.parse(kv_format),
         query_dtype,

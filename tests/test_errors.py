@@ -567,6 +567,13 @@ SCALE = "a finite number > 0 or a tensor"
 SLOT_RUN = "tensor: expected each slot one run of 9216 bytes (strides [.., .., 72, 1]), got strides"
 LISTED = "expected bf16, fp16, fp8_e4m3, fp8_e5m2, nvfp4 or fp32, got"
 
+DEVICES = [
+    ("nonsense", ValueError, "device: expected a torch.device or its name, got 'nonsense'"),
+    ("", ValueError, "device: expected a torch.device or its name, got ''"),
+    (1.5, TypeError, "device: expected a torch.device or its name, got float 1.5"),
+    (True, TypeError, "device: expected a torch.device or its name, got bool True"),
+]
+
 CACHES = [
     *(
         case(
@@ -581,6 +588,16 @@ CACHES = [
             ((2.0, CONFIG), TypeError, "num_pages: expected an int, got float 2.0"),
             ((2, None), TypeError, "config: expected msattn.MSAConfig, got NoneType"),
         )
+    ),
+    *(
+        case(
+            f"{kind.__name__}.allocate",
+            lambda w, kind=kind, device=device: kind.allocate(2, CONFIG, device=device),
+            error,
+            message,
+        )
+        for kind in (KVCache, IndexCache)
+        for device, error, message in DEVICES
     ),
     *(
         case("KVCache", wrap(tensor, kv_format), error, message)
@@ -1025,6 +1042,10 @@ DISPATCH = [
             TypeError,
             "query_dtype: expected a torch.dtype, got 'bf16'",
         ),
+        *(
+            ({"stage": "attend", "impl": "auto", "device": device}, error, message)
+            for device, error, message in DEVICES
+        ),
     )
 ]
 
@@ -1161,6 +1182,10 @@ BATCHES = [
                 "page_table: expected at least 2 columns, got [1, 1]",
             ),
         )
+    ),
+    *(
+        case("Batch", lambda w, device=device: step(device=device), error, message)
+        for device, error, message in DEVICES
     ),
 ]
 
