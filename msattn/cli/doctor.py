@@ -223,7 +223,7 @@ def _probe_device(index: int) -> dict[str, Any]:
 def _environment() -> dict[str, str]:
     """Every MSATTN_* variable that is set, and those that msattn would read."""
     source = (Path(__file__).resolve().parents[1] / "env.py").read_text(encoding="utf-8")
-    known = re.findall(r'^\w+: .*os\.environ\.get\("(MSATTN_\w+)"', source, re.MULTILINE)
+    known = re.findall(r"\bMSATTN_[A-Z_]+\b", source)
     found = {name: os.environ.get(name, "not set") for name in known}
     for name in sorted(os.environ):
         if name.startswith("MSATTN_") and name not in found:
