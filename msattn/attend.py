@@ -145,7 +145,8 @@ def prepare_attend(
 
 def _check_cache(cache: KVCache, plan: Plan) -> None:
     config = plan.config
-    if cache.format != plan.kv_format:
+    # By identity first: torch.compile cannot compare the fields of a second pair of formats.
+    if cache.format is not plan.kv_format and cache.format != plan.kv_format:
         raise fail("cache", f"the plan's format {plan.kv_format}", cache.format)
     if cache.device != plan.device:
         raise fail("cache", f"device {plan.device}", cache.device)
