@@ -8,7 +8,7 @@ import torch
 
 from .attend import Options, State, prepare_attend
 from .cache import IndexCache, KVCache, Scale
-from .checks import fail, require_tensor
+from .checks import fail, require_tensor, require_type
 from .dispatch import refuse_backward
 from .indexer import prepare_index_select
 from .plan import Plan
@@ -78,9 +78,17 @@ def sparse_attention(
     rows = require_tensor("q", q).shape[:1]
     if require_tensor("index_q", index_q).shape[:1] != rows:
         raise fail("index_q", f"as many rows as q, {list(rows)}", list(index_q.shape[:1]))
-    index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
+    if index_plan is not None:
+        require_type("index_plan", index_plan, Plan)
     store = prepare_store_kv(k, v, cache, slot_mapping, impl=impl)
-    store_index = prepare_store_index_k(index_k, index, index_slots, impl=impl)
+    if require_tensor("index_k", index_k).shape[:1] != k.shape[:1]:
+        raise fail("index_k", f"as many rows as k, {[k.shape[0]]}", list(index_k.shape[:1]))
+    if index_slot_mapping is None:
+        store_index = prepare_store_index_k(index_k, index, slot_mapping, impl=impl)
+    else:
+        store_index = prepare_store_index_k(
+            index_k, index, index_slot_mapping, impl=impl, slots_name="index_slot_mapping"
+        )
     select, block_ids = prepare_index_select(index_q, index, index_plan or plan, impl=impl)
     attend, result = prepare_attend(
         q,

@@ -9,10 +9,19 @@ import torch
 
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """CUDA compute capability, None for anything that is not an NVIDIA GPU."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """CUDA compute capability, None for anything that is not an NVIDIA GPU of this machine."""
+    if device.type != "cuda" or torch.version.hip is not None or absence(device):
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def absence(device: torch.device) -> list[str]:
+    """The reason against a CUDA or ROCm device that this machine has not; none for others."""
+    if device.type != "cuda" or (device.index or 0) < (count := torch.cuda.device_count()):
+        return []
+    if count:
+        return [f"no {device} on this machine, which has {count} CUDA devices"]
+    return ["no CUDA device on this machine"]
 
 
 def has_warpgroups(compute_capability: tuple[int, int] | None) -> bool:

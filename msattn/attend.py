@@ -10,8 +10,7 @@ import torch
 from .cache import KVCache, Scale
 from .checks import fail, require_number, require_output, require_tensor, require_type
 from .dispatch import Launch, Problem, nothing, prepare, refuse_backward
-from .indexer import require_rows
-from .plan import Plan
+from .plan import Plan, require_rows
 from .store import MODEL_DTYPES
 
 QUERY_DTYPES = (*MODEL_DTYPES, torch.float8_e4m3fn)
@@ -140,17 +139,18 @@ def prepare_attend(
     if lse is None and return_lse:
         lse = torch.full(tuple(lse_shape.values()), -math.inf, dtype=torch.float32, device=device)
     result = out if lse is None else (out, lse)
-    if not tokens:
-        return nothing, result
     problem = Problem(
         "attend", device, config, cache.format, q.dtype, plan.num_blocks, plan.query_len_class
     )
+    if not tokens:
+        return nothing(impl, problem), result
     return prepare(impl, problem, q, cache, block_ids, plan, *scales, out, lse), result
 
 
 def _check_cache(cache: KVCache, plan: Plan) -> None:
     config = plan.config
-    if cache.format != plan.kv_format:
+    # By identity first: torch.compile cannot compare the fields of a second pair of formats.
+    if cache.format is not plan.kv_format and cache.format != plan.kv_format:
         raise fail("cache", f"the plan's format {plan.kv_format}", cache.format)
     if cache.device != plan.device:
         raise fail("cache", f"device {plan.device}", cache.device)

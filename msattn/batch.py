@@ -9,7 +9,7 @@ from operator import index
 
 import torch
 
-from .checks import fail, require_int, require_list, require_tensor
+from .checks import fail, require_device, require_int, require_list, require_tensor
 from .config import BLOCK_SIZE
 
 UNMAPPED = -1
@@ -44,7 +44,8 @@ class Batch:
         require_int("max_seq_len", self.max_seq_len, at_least=0)
         int32 = [torch.int32]
         lengths = require_tensor("seq_lens", self.seq_lens, dtypes=int32, shape={"R": None})
-        rows, device = lengths.shape[0], lengths.device
+        rows, device = self._agreed_rows(lengths.shape[0]), lengths.device
+        require_tensor("seq_lens", lengths, shape={"R": rows})
         require_tensor(
             "cu_seqlens_q", self.cu_seqlens_q, dtypes=int32, shape={"R+1": rows + 1}, device=device
         )
@@ -92,7 +93,7 @@ class Batch:
         for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
             for length in lengths:
                 require_int(name, length, at_least=0)
-        table = _as_table(page_table, device)
+        table = _as_table(page_table, require_device("device", device))
         starts = [0]
         for length in query_lens:
             starts.append(starts[-1] + length)
@@ -104,6 +105,13 @@ class Batch:
             max_seq_len=max(seq_lens, default=0) if max_seq_len is None else max_seq_len,
             num_tokens=starts[-1],
         )
+
+    def _agreed_rows(self, rows: int) -> int:
+        """R as two of the three tensors have it, so that an error names the third."""
+        starts, table = self.cu_seqlens_q, self.page_table
+        shaped = isinstance(starts, torch.Tensor) and isinstance(table, torch.Tensor)
+        agree = shaped and starts.dim() and starts.shape[0] - 1 in table.shape[:1]
+        return starts.shape[0] - 1 if agree else rows
 
     def _check_values(self) -> None:
         """What can be read without a device sync is checked: lengths against bounds and table."""
@@ -126,7 +134,7 @@ class Batch:
 
 
 def _as_table(
-    page_table: torch.Tensor | Sequence[Sequence[int]], device: torch.device | str | None
+    page_table: torch.Tensor | Sequence[Sequence[int]], device: torch.device | None
 ) -> torch.Tensor:
     if isinstance(page_table, torch.Tensor):
         table = page_table.to(page_table.device if device is None else device)

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checks import fail, one_of, require_int, require_number, require_tensor, require_type
+from .checks import (
+    fail,
+    one_of,
+    require_device,
+    require_distinct,
+    require_int,
+    require_number,
+    require_tensor,
+    require_type,
+)
 from .config import BLOCK_SIZE, MSAConfig
 from .kv_format import KVFormat
 
@@ -70,6 +79,7 @@ class KVCache:
         """A zeroed pool of ``num_pages`` pages; ``kv_format`` is a name, a dtype or a KVFormat."""
         require_int("num_pages", num_pages, at_least=0)
         require_type("config", config, MSAConfig)
+        require_device("device", device)
         fmt = KVFormat.parse(kv_format)
         shape = (num_pages, *fmt.page_shape(config))
         tensor = torch.zeros(shape, dtype=fmt.storage_dtype, device=device)
@@ -259,6 +269,7 @@ class IndexCache:
         """
         require_int("num_pages", num_pages, at_least=0)
         require_type("config", config, MSAConfig)
+        require_device("device", device)
         fmt = KVFormat.parse(dtype, name="dtype", for_index=True)
         shape = (num_pages, BLOCK_SIZE, config.index_head_dim)
         tensor = torch.zeros(shape, dtype=fmt.storage_dtype, device=device)
@@ -327,6 +338,7 @@ def _as_compact(name: str, value: object, keys: torch.Tensor, fmt: KVFormat) -> 
         raise fail(name, "strides [a multiple of 4, 1]", f"strides {list(tensor.stride())}")
     if tensor.storage_offset() % 4:
         raise fail(name, "a storage offset of a multiple of 4 bytes", tensor.storage_offset())
+    require_distinct(name, tensor)
     return CompactKeys(tensor, dim)
 
 
@@ -375,6 +387,7 @@ def _as_elements(
     tensor = require_tensor(name, value, dtypes=dtypes, shape=shape)
     if tensor.numel() and tensor.stride(-1) != 1:
         raise fail(name, "a last stride of 1", f"strides {list(tensor.stride())}")
+    require_distinct(name, tensor)
     return tensor.view(fmt.storage_dtype)
 
 

@@ -47,6 +47,20 @@ def require_type(name: str, value: object, kind: type) -> None:
         raise fail(name, f"{package}.{kind.__name__}", type(value).__name__, TypeError)
 
 
+def require_device(name: str, value: object) -> torch.device | None:
+    """``value`` as a torch.device, None for None; it may be one that this machine has not."""
+    if value is None or isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise fail(
+            name, "a torch.device or its name", f"{type(value).__name__} {value!r}", TypeError
+        )
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise fail(name, "a torch.device or its name", repr(value)) from None
+
+
 def require_tensor(
     name: str,
     value: object,
@@ -81,6 +95,14 @@ def require_output(
     """A caller's output buffer, when there is one, can take the result without a copy or a cast."""
     if out is not None:
         require_tensor(name, out, dtypes=dtypes, shape=shape, device=device)
+        require_distinct(name, out)
+
+
+def require_distinct(name: str, tensor: torch.Tensor) -> None:
+    """No dimension of ``tensor`` is expanded: it is written to, by many programs at once."""
+    strides = tensor.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(tensor.shape, strides, strict=True)):
+        raise fail(name, "elements that do not share memory", f"strides {list(strides)}")
 
 
 def one_of(values: Sequence[object]) -> str:

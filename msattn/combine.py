@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .checks import fail, require_list, require_output, require_tensor
-from .dispatch import Problem, choose
+from .dispatch import Problem, nothing, prepare, refuse_backward
 from .store import MODEL_DTYPES
 
 
@@ -48,10 +48,13 @@ def merge_states(
         require_tensor(f"lses[{i}]", lse, dtypes=lse_dtypes, shape=lse_shape, device=device)
     require_output("out", out, dtypes=dtypes, shape=shape, device=device)
     require_output("lse_out", lse_out, dtypes=lse_dtypes, shape=lse_shape, device=device)
+    is_new = out is None and lse_out is None
     if out is None:
         out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
     if lse_out is None:
         lse_out = torch.empty(lses[0].shape, dtype=torch.float32, device=first.device)
-    if lse_out.numel():
-        choose(impl, Problem("merge_states", first.device))(outs, lses, out, lse_out)
-    return out, lse_out
+    problem, arguments = Problem("merge_states", first.device), (outs, lses, out, lse_out)
+    launch = prepare(impl, problem, *arguments) if lse_out.numel() else nothing(impl, problem)
+    launch()
+    state = (out, lse_out)
+    return refuse_backward("merge_states", state, *outs, *lses) if is_new else state

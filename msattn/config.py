@@ -82,27 +82,28 @@ class MSAConfig:
         _require_supported(sparse)
 
         def read(attribute: str, sparse_key: str, default: int | None = None) -> int:
-            value = _read(text, attribute)
-            value = _read(sparse, sparse_key) if value is None else value
-            value = default if value is None else value
-            if value is None:
+            for holder, key in ((text, attribute), (sparse, sparse_key)):
+                value = _read_int(holder, key, at_least=1 if default is None else 0)
+                if value is not None:
+                    return value
+            if default is None:
                 expected = f"{attribute!r} or sparse_attention_config[{sparse_key!r}]"
                 got = f"{type(config).__name__} without either"
                 raise fail("config", f"a MiniMax-M3 config with {expected}", got)
-            return int(value)
+            return default
 
         def read_heads(attribute: str) -> int:
-            value = _read(text, attribute)
+            value = _read_int(text, attribute, at_least=1)
             if value is None:
                 got = f"{type(config).__name__} without it"
                 raise fail("config", f"a MiniMax-M3 config with {attribute!r}", got)
-            return int(value)
+            return value
 
         num_q_heads, num_kv_heads = (
             read_heads("num_attention_heads"),
             read_heads("num_key_value_heads"),
         )
-        head_dim = _read(text, "head_dim") or read_heads("hidden_size") // num_q_heads
+        head_dim = _read_int(text, "head_dim", at_least=0)
         index_heads = read("index_n_heads", "sparse_num_index_heads")
         if num_q_heads % tp_size:
             raise fail("tp_size", f"a divisor of the {num_q_heads} query heads", tp_size)
@@ -110,7 +111,7 @@ class MSAConfig:
             num_q_heads=num_q_heads // tp_size,
             num_kv_heads=_heads_per_rank("KV", num_kv_heads, tp_size),
             num_index_heads=_heads_per_rank("index", index_heads, tp_size),
-            head_dim=int(head_dim),
+            head_dim=head_dim or read_heads("hidden_size") // num_q_heads,
             index_head_dim=read("index_head_dim", "sparse_index_dim"),
             block_size=read("index_block_size", "sparse_block_size"),
             topk=read("index_topk_blocks", "sparse_topk_blocks"),
@@ -125,6 +126,14 @@ def _read(config: object, name: str) -> Any:
     if isinstance(config, Mapping):
         return config.get(name)
     return getattr(config, name, None)
+
+
+def _read_int(config: object, name: str, *, at_least: int) -> int | None:
+    """``_read`` of what is an int if it is there."""
+    value = _read(config, name)
+    if value is not None:
+        require_int(name, value, at_least=at_least)
+    return value  # type: ignore[no-any-return]
 
 
 def _require_supported(sparse: object) -> None:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from . import env
-from .arch import device_name
-from .checks import fail, one_of, require_type
+from .arch import absence, device_name
+from .checks import fail, one_of, require_device, require_type
 from .config import MSAConfig
 from .kernels.hopper.support import indexer_why_not as hopper_indexer_why_not
 from .kernels.hopper.support import why_not as hopper_why_not
@@ -66,7 +66,7 @@ class Implementation:
 
 def _reference_why_not(problem: Problem) -> list[str]:
     if problem.device.type in ("cpu", "cuda"):
-        return []
+        return [] if problem.capability else absence(problem.device)
     return [f"runs on cpu and cuda, not on {problem.device.type} (scores are summed in fp64)"]
 
 
@@ -113,8 +113,15 @@ def _launch_on(device: torch.device, launch: Launch) -> None:
         launch()
 
 
-def nothing() -> None:
-    """The launch of a stage without tokens."""
+def nothing(impl: str, problem: Problem) -> Launch:
+    """The launch of a stage without tokens: reasons stand in the way of a named ``impl`` alone."""
+    if impl != "auto" or env.IMPL != "auto":
+        choose(impl, problem)
+    return _do_nothing
+
+
+def _do_nothing() -> None:
+    """What a stage without tokens does."""
 
 
 Result = TypeVar("Result", bound="torch.Tensor | tuple[torch.Tensor, ...]")
@@ -205,14 +212,14 @@ def why_not(
         require_type("plan", plan, Plan)
         config = config or plan.config
         kv_format = kv_format or plan.kv_format
-        device = device or plan.device
+        device = plan.device if device is None else device
     if config is not None:
         require_type("config", config, MSAConfig)
     if query_dtype is not None and not isinstance(query_dtype, torch.dtype):
         raise fail("query_dtype", "a torch.dtype", repr(query_dtype), TypeError)
     problem = Problem(
         stage,
-        torch.device(device or "cpu"),
+        require_device("device", device) or torch.device("cpu"),
         config,
         None if kv_format is None else KVFormat.parse(kv_format),
         query_dtype,

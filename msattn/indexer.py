@@ -6,8 +6,8 @@ import torch
 
 from .cache import IndexCache
 from .checks import fail, require_output, require_tensor, require_type
-from .dispatch import Launch, Problem, choose, nothing, prepare
-from .plan import Plan
+from .dispatch import Launch, Problem, nothing, prepare, refuse_backward
+from .plan import Plan, require_rows
 from .selection import block_ids_shape
 
 INDEX_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -43,12 +43,14 @@ def index_scores(
     heads, tokens = plan.config.num_index_heads, index_q.shape[0]
     shape = {"Hi": heads, "T": tokens, "num_blocks": plan.num_blocks}
     require_output("out", out, dtypes=[torch.float32], shape=shape, device=index_q.device)
-    if out is None:
-        out = index_q.new_empty((heads, tokens, plan.num_blocks), dtype=torch.float32)
-    if out.numel() == 0:
-        return out
-    choose(impl, _problem("index_scores", index_q, index, plan))(index_q, index, plan, out)
-    return out
+    scores = out
+    if scores is None:
+        scores = index_q.new_empty((heads, tokens, plan.num_blocks), dtype=torch.float32)
+    problem = _problem("index_scores", index_q, index, plan)
+    arguments = (index_q, index, plan, scores)
+    launch = prepare(impl, problem, *arguments) if scores.numel() else nothing(impl, problem)
+    launch()
+    return refuse_backward("index_scores", scores, index_q) if out is None else out
 
 
 def index_select(
@@ -87,9 +89,9 @@ def prepare_index_select(
     require_output("out", out, dtypes=[torch.int32], shape=shape, device=index_q.device)
     if out is None:
         out = torch.empty(tuple(shape.values()), dtype=torch.int32, device=index_q.device)
-    if out.numel() == 0:
-        return nothing, out
     problem = _problem("index_select", index_q, index, plan)
+    if out.numel() == 0:
+        return nothing(impl, problem), out
     return prepare(impl, problem, index_q, index, plan, out), out
 
 
@@ -104,12 +106,6 @@ def _check_query(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> None:
     if index.head_dim != config.index_head_dim:
         raise fail("index", f"index_head_dim={config.index_head_dim}", index.head_dim)
     require_rows("index_q", index_q.shape[0], plan)
-
-
-def require_rows(name: str, rows: int, plan: Plan) -> None:
-    """A tensor with a row for each query token has a row for every token of the plan."""
-    if plan.num_tokens is not None and rows < plan.num_tokens:
-        raise fail(name, f"at least {plan.num_tokens} rows, as the plan has query tokens", rows)
 
 
 def _problem(stage: str, index_q: torch.Tensor, index: IndexCache, plan: Plan) -> Problem:

@@ -237,6 +237,12 @@ def find_plan(
     return plan if same else None
 
 
+def require_rows(name: str, rows: int, plan: Plan) -> None:
+    """A tensor with a row for each query token has a row for every token of the plan."""
+    if plan.num_tokens is not None and rows < plan.num_tokens:
+        raise fail(name, f"at least {plan.num_tokens} rows, as the plan has query tokens", rows)
+
+
 def _max_rows(batch: Batch) -> int:
     if batch.num_tokens is not None:
         return batch.num_tokens

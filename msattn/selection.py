@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .checks import require_output, require_tensor, require_type
-from .dispatch import Problem, choose
-from .plan import Plan
+from .dispatch import Problem, nothing, prepare
+from .plan import Plan, require_rows
 
 
 def select_blocks(
@@ -34,15 +34,14 @@ def select_blocks(
     require_type("plan", plan, Plan)
     shape = {"Hi": plan.config.num_index_heads, "T": None, "B": None}
     require_tensor("scores", scores, dtypes=[torch.float32], shape=shape, device=plan.device)
+    require_rows("scores", scores.shape[1], plan)
     out_shape = block_ids_shape(plan, scores.shape[1])
     require_output("out", out, dtypes=[torch.int32], shape=out_shape, device=scores.device)
     if out is None:
         out = torch.empty(tuple(out_shape.values()), dtype=torch.int32, device=scores.device)
-    if out.numel() == 0:
-        return out
-    choose(impl, Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks))(
-        scores, plan, out
-    )
+    problem = Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks)
+    launch = prepare(impl, problem, scores, plan, out) if out.numel() else nothing(impl, problem)
+    launch()
     return out
 
 

@@ -47,10 +47,10 @@ def prepare_store_kv(
     require_tensor("k", k, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
     shape["T"] = k.shape[0]
     require_tensor("v", v, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
-    _require_slots(slot_mapping, k.shape[0], cache.num_pages, cache.device)
-    if k.shape[0] == 0:
-        return nothing
+    _require_slots("slot_mapping", slot_mapping, k.shape[0], cache.num_pages, cache.device)
     problem = Problem("store_kv", k.device, None, cache.format, k.dtype)
+    if k.shape[0] == 0:
+        return nothing(impl, problem)
     return prepare(impl, problem, k, v, cache, slot_mapping)
 
 
@@ -69,18 +69,23 @@ def store_index_k(
 
 
 def prepare_store_index_k(
-    index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.Tensor, *, impl: str
+    index_k: torch.Tensor,
+    index: IndexCache,
+    slot_mapping: torch.Tensor,
+    *,
+    impl: str,
+    slots_name: str = "slot_mapping",
 ) -> Launch:
-    """:func:`store_index_k`, all but the writing."""
+    """:func:`store_index_k`, all but the writing; errors call the slots ``slots_name``."""
     require_type("index", index, IndexCache)
     require_tensor("index_k", index_k, dtypes=MODEL_DTYPES, device=index.device)
     if index_k.dim() == 3 and index_k.shape[1] == 1:
         index_k = index_k.squeeze(1)
     require_tensor("index_k", index_k, shape={"T": None, "Di": index.head_dim})
-    _require_slots(slot_mapping, index_k.shape[0], index.num_pages, index.device)
-    if index_k.shape[0] == 0:
-        return nothing
+    _require_slots(slots_name, slot_mapping, index_k.shape[0], index.num_pages, index.device)
     problem = Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
+    if index_k.shape[0] == 0:
+        return nothing(impl, problem)
     return prepare(impl, problem, index_k, index, slot_mapping)
 
 
@@ -104,16 +109,16 @@ def refresh_compact_keys(
         pages = torch.arange(index.num_pages, device=index.device)
     dtypes = [torch.int64, torch.int32]
     require_tensor("pages", pages, dtypes=dtypes, shape={"n": None}, device=index.device)
-    if pages.shape[0]:
-        problem = Problem("refresh_compact_keys", index.device, None, index.format)
-        prepare(impl, problem, index, pages)()
+    problem = Problem("refresh_compact_keys", index.device, None, index.format)
+    launch = prepare(impl, problem, index, pages) if pages.shape[0] else nothing(impl, problem)
+    launch()
 
 
 def _require_slots(
-    slot_mapping: object, num_tokens: int, num_pages: int, device: torch.device
+    name: str, slot_mapping: object, num_tokens: int, num_pages: int, device: torch.device
 ) -> None:
     slots = require_tensor(
-        "slot_mapping",
+        name,
         slot_mapping,
         dtypes=[torch.int64, torch.int32],
         shape={"T": num_tokens},
@@ -121,4 +126,4 @@ def _require_slots(
     )
     limit = num_pages * BLOCK_SIZE
     if device.type == "cpu" and num_tokens and int(slots.max()) >= limit:
-        raise fail("slot_mapping", f"slots below {limit} ({num_pages} pages)", int(slots.max()))
+        raise fail(name, f"slots below {limit} ({num_pages} pages)", int(slots.max()))

@@ -366,6 +366,11 @@ def test_help_is_no_error(cli: Cli, arguments: list[str]) -> None:
     assert result.code == 0 and "Usage: msattn" in result.out
 
 
+def test_version(cli: Cli) -> None:
+    result = cli("--version")
+    assert (result.code, result.out) == (0, f"msattn {msattn.__version__}\n")
+
+
 # demo
 
 
@@ -446,6 +451,26 @@ def test_doctor_shows_the_variables(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     report = json.loads(cli("doctor", "--json").out)
     assert report["environment"]["MSATTN_IMPLL"] == "triton (msattn reads no such variable)"
     assert set(report["environment"]) > {"MSATTN_IMPL", "MSATTN_LOG", "MSATTN_DECODE_MIN_BATCH"}
+
+
+def test_doctor_knows_every_variable(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However ``env.py`` reads it."""
+    monkeypatch.setenv("MSATTN_DECODE_MIN_BATCH", "3")
+    environment = json.loads(cli("doctor", "--json").out)["environment"]
+    assert environment["MSATTN_DECODE_MIN_BATCH"] == "3"
+    documented = {"IMPL", "LOG", "DECODE_MIN_BATCH", "VLLM", "WARMUP", "SGLANG"}
+    assert {f"MSATTN_{name}" for name in documented} <= set(environment)
+
+
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_doctor_cuts_no_name_off(cli: Cli, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = cli("doctor", "--device", "cpu").out
+    assert "…" not in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["stage", *msattn.KV_FORMATS] in lines
+    assert {*STAGES} <= {words[0] for words in lines if len(words) == 1 + len(msattn.KV_FORMATS)}
+    assert ["merge_states", *["reference"] * len(msattn.KV_FORMATS)] in lines
 
 
 def test_doctor_survives_an_unknown_implementation(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import msattn
-from msattn import Batch, IndexCache, KVCache, MSAConfig, dispatch, make_plan, why_not
+from msattn import Batch, IndexCache, KVCache, MSAConfig, arch, dispatch, make_plan, why_not
 from msattn.dispatch import IMPLEMENTATION_NAMES, STAGES, TABLE, Implementation, Problem, choose
 
 CONFIG = MSAConfig(num_q_heads=4, num_kv_heads=2, num_index_heads=2, topk=4)
@@ -135,6 +135,35 @@ def test_a_named_one_that_cannot_serve_raises_its_reasons(stage: str, name: str)
     message = str(raised.value)
     assert message.startswith(f"impl='{name}' cannot serve {stage}: {name}: ")
     assert "reference: " not in message
+
+
+@stages
+@pytest.mark.parametrize("impl", [*IMPLEMENTATION_NAMES, "auto"])
+def test_a_device_that_is_not_here_is_a_reason(
+    stage: str, impl: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    arch.capability.cache_clear()
+    request.addfinalizer(arch.capability.cache_clear)
+    asked = IMPLEMENTATION_NAMES if impl == "auto" else (impl,)
+    names = {row.name for row in TABLE[stage] if row.name in asked}
+    if find_spec("triton") is None:
+        names -= {"triton"}
+    for count, device, reason in (
+        (0, "cuda", "no CUDA device on this machine"),
+        (0, "cuda:1", "no CUDA device on this machine"),
+        (2, "cuda:2", "no cuda:2 on this machine, which has 2 CUDA devices"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        found = why_not(stage, impl=impl, device=device)
+        expected = {f"{name}: {reason}" if impl == "auto" else reason for name in names}
+        assert found and expected <= {*found}
+
+
+@stages
+def test_a_gpu_that_is_asked_about_need_not_be_here(stage: str) -> None:
+    problem = Problem(stage, torch.device("cuda"), capability=(9, 0))
+    for row in TABLE[stage]:
+        assert not any("on this machine" in reason for reason in row.why_not(problem))
 
 
 @stages
@@ -277,6 +306,54 @@ def test_an_empty_step_asks_for_nothing(install: Callable[..., Fake]) -> None:
     assert msattn.select_blocks(torch.ones(2, 0, 0), plan).numel() == 0
     assert msattn.index_scores(kv, index, plan).numel() == 0
     assert msattn.merge_states([q], [q[..., 0]])[0].numel() == 0
+
+
+def without_tokens(stage: str) -> tuple[Any, ...]:
+    """The arguments of a stage for a step that has none."""
+    plan = make_plan(Batch.from_lists([], [], []), CONFIG, "bf16")
+    cache, index = KVCache.allocate(1, CONFIG), IndexCache.allocate(1, CONFIG, compact=True)
+    kv, q, slots = torch.ones(0, 2, 128), torch.ones(0, 4, 128), torch.arange(0)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "store_kv": (kv, kv, cache, slots),
+        "store_index_k": (kv[:, 0], index, slots),
+        "refresh_compact_keys": (index, slots),
+        "index_scores": (kv, index, plan),
+        "select_blocks": (torch.ones(2, 0, 0), plan),
+        "index_select": (kv, index, plan),
+        "attend": (q, cache, torch.zeros(0, 2, 4, dtype=torch.int32), plan),
+        "merge_states": ([q], [q[..., 0]]),
+    }
+    return arguments[stage]
+
+
+@stages
+def test_a_named_one_must_serve_an_empty_step_too(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, arguments = getattr(msattn, stage), without_tokens(stage)
+    for impl in ("auto", "reference"):
+        call(*arguments, impl=impl)
+    with pytest.raises(ValueError, match=r"^impl: expected .* or reference, got 'fast'$"):
+        call(*arguments, impl="fast")
+    refusal = f"^impl='hopper' cannot serve {stage}: hopper: "
+    with pytest.raises(NotImplementedError, match=refusal):
+        call(*arguments, impl="hopper")
+    monkeypatch.setattr("msattn.env.IMPL", "hopper")
+    with pytest.raises(NotImplementedError, match=refusal):
+        call(*arguments)
+
+
+@stages
+def test_every_stage_is_launched_by_prepare(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the device that a launch is for."""
+    launched: list[str] = []
+
+    def prepare(impl: str, problem: Problem, *arguments: object) -> Callable[[], None]:
+        return lambda: launched.append(problem.stage)
+
+    monkeypatch.setattr(sys.modules[getattr(msattn, stage).__module__], "prepare", prepare)
+    getattr(msattn, stage)(*arguments(stage))
+    assert launched == [stage]
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

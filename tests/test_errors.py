@@ -212,6 +212,21 @@ OBJECTS = [
 ]
 
 
+OUTPUTS = [(stage, name) for stage, name, *_ in TENSORS if name.endswith("out")]
+
+
+def overlapping_cases() -> Iterator[Case]:
+    """Outputs whose elements lie at the same address."""
+    for stage, name in OUTPUTS:
+
+        def call(world: World, stage: str = stage, name: str = name) -> object:
+            out = world.arguments(stage)[name]
+            return world.call(stage, **{name: out[:1].expand(out.shape)})
+
+        message = f"{name}: expected elements that do not share memory, got strides [0, ..."
+        yield Case(call, ValueError, message, stage)
+
+
 def object_cases() -> Iterator[Case]:
     for stage, name, kind in OBJECTS:
         for value in (None, zeros(1), CONFIG):
@@ -280,6 +295,12 @@ STAGES = [
                 {"plan": LARGE_PLAN},
             ),
         )
+    ),
+    stage_case(
+        "select_blocks",
+        ValueError,
+        "scores: expected at least 3 rows, as the plan has query tokens, got 2",
+        scores=torch.zeros(2, 2, BLOCKS),
     ),
     stage_case(
         "attend",
@@ -432,6 +453,39 @@ LAYER = [
         "slot_mapping: expected slots below 384 (3 pages), got 384",
         slot_mapping=int32(0, 1, 384),
     ),
+    stage_case(
+        "sparse_attention",
+        TypeError,
+        "index_k: expected a torch.Tensor, got NoneType",
+        index_k=None,
+    ),
+    stage_case(
+        "sparse_attention",
+        ValueError,
+        "index_k: expected as many rows as k, [3], got [2]",
+        index_k=zeros(2, 128),
+    ),
+    *(
+        stage_case("sparse_attention", error, f"index_slot_mapping: expected {message}", **changes)
+        for error, message, changes in (
+            (TypeError, "a torch.Tensor, got list", {"index_slot_mapping": []}),
+            (ValueError, "shape [T=3], got [2]", {"index_slot_mapping": int32(0, 1)}),
+            (
+                ValueError,
+                "slots below 384 (3 pages), got 384",
+                {"index_slot_mapping": int32(0, 1, 384)},
+            ),
+        )
+    ),
+    *(
+        stage_case(
+            "sparse_attention",
+            TypeError,
+            f"index_plan: expected msattn.Plan, got {type(value).__name__}",
+            index_plan=value,
+        )
+        for value in (3, 0)
+    ),
 ]
 
 
@@ -507,10 +561,18 @@ def wrap(tensor: object, kv_format: object = "bf16", **scales: Any) -> Callable[
     return lambda w: KVCache.from_tensor(tensor, CONFIG, kv_format, **scales)
 
 
+DISTINCT = "expected elements that do not share memory, got strides "
 PAIR = "tensor: expected a pair (K, V), got "
 SCALE = "a finite number > 0 or a tensor"
 SLOT_RUN = "tensor: expected each slot one run of 9216 bytes (strides [.., .., 72, 1]), got strides"
 LISTED = "expected bf16, fp16, fp8_e4m3, fp8_e5m2, nvfp4 or fp32, got"
+
+DEVICES = [
+    ("nonsense", ValueError, "device: expected a torch.device or its name, got 'nonsense'"),
+    ("", ValueError, "device: expected a torch.device or its name, got ''"),
+    (1.5, TypeError, "device: expected a torch.device or its name, got float 1.5"),
+    (True, TypeError, "device: expected a torch.device or its name, got bool True"),
+]
 
 CACHES = [
     *(
@@ -526,6 +588,16 @@ CACHES = [
             ((2.0, CONFIG), TypeError, "num_pages: expected an int, got float 2.0"),
             ((2, None), TypeError, "config: expected msattn.MSAConfig, got NoneType"),
         )
+    ),
+    *(
+        case(
+            f"{kind.__name__}.allocate",
+            lambda w, kind=kind, device=device: kind.allocate(2, CONFIG, device=device),
+            error,
+            message,
+        )
+        for kind in (KVCache, IndexCache)
+        for device, error, message in DEVICES
     ),
     *(
         case("KVCache", wrap(tensor, kv_format), error, message)
@@ -566,6 +638,24 @@ CACHES = [
                 "bf16",
                 ValueError,
                 "tensor: expected a last stride of 1, got strides [65536, 32768, 1, 128]",
+            ),
+            (
+                zeros(1, 2, 128, 256).expand(3, -1, -1, -1),
+                "bf16",
+                ValueError,
+                "tensor: " + DISTINCT + "[0, 32768, 256, 1]",
+            ),
+            (
+                (zeros(3, 2, 128, 128), zeros(3, 1, 128, 128).expand(-1, 2, -1, -1)),
+                "bf16",
+                ValueError,
+                "tensor[1]: " + DISTINCT + "[16384, 0, 128, 1]",
+            ),
+            (
+                zeros(1, 4, 128, 72, dtype=torch.uint8).expand(3, -1, -1, -1),
+                "nvfp4",
+                ValueError,
+                "tensor: " + DISTINCT + "[0, 9216, 72, 1]",
             ),
             ([], "bf16", ValueError, PAIR + "0 tensors"),
             ((zeros(3, 2, 128, 128),) * 3, "bf16", ValueError, PAIR + "3 tensors"),
@@ -710,6 +800,12 @@ CACHES = [
                 ValueError,
                 "tensor: expected a last stride of 1, got strides [16384, 1, 128]",
             ),
+            (
+                zeros(3, 1, 128).expand(3, 128, 128),
+                None,
+                ValueError,
+                "tensor: " + DISTINCT + "[128, 0, 1]",
+            ),
         )
     ),
     *(
@@ -737,6 +833,12 @@ CACHES = [
             ),
             (COMPACT_KEYS, COMPACT[1:], ValueError, "shape [pages=3, bytes=16896], got [2, 16896]"),
             (COMPACT_KEYS, COMPACT.to("meta"), ValueError, "device cpu, got meta"),
+            (
+                COMPACT_KEYS,
+                COMPACT[:1].expand(3, -1),
+                ValueError,
+                DISTINCT.removeprefix("expected ") + "[0, 1]",
+            ),
             (
                 COMPACT_KEYS,
                 zeros(3, 16898, dtype=torch.uint8)[:, :16896],
@@ -846,6 +948,37 @@ CONFIGS = [
         ValueError,
         "config: expected a MiniMax-M3 config with 'num_attention_heads', got dict without it",
     ),
+    *(
+        case("MSAConfig.from_hf", from_hf(changes), error, message)
+        for changes, error, message in (
+            (
+                {"sparse_attention_config": {"sparse_topk_blocks": 16.5}},
+                TypeError,
+                "sparse_topk_blocks: expected an int, got float 16.5",
+            ),
+            (
+                {"sparse_attention_config": {"sparse_topk_blocks": "abc"}},
+                TypeError,
+                "sparse_topk_blocks: expected an int, got str 'abc'",
+            ),
+            (
+                {"index_topk_blocks": 0},
+                ValueError,
+                "index_topk_blocks: expected an int >= 1, got 0",
+            ),
+            (
+                {"index_topk_blocks": 8, "index_local_blocks": -1},
+                ValueError,
+                "index_local_blocks: expected an int >= 0, got -1",
+            ),
+            (
+                {"num_key_value_heads": 0},
+                ValueError,
+                "num_key_value_heads: expected an int >= 1, got 0",
+            ),
+            ({"head_dim": "128"}, TypeError, "head_dim: expected an int, got str '128'"),
+        )
+    ),
     case(
         "MSAConfig.from_hf",
         from_hf({"sparse_attention_config": {"sparse_score_type": "mean"}}),
@@ -884,6 +1017,33 @@ CONFIGS = [
     ),
 ]
 
+
+def backward(stage: str, name: str) -> Callable[[World], object]:
+    """Through what the stage allocates for its result."""
+
+    def call(world: World) -> None:
+        given = {**world.arguments(stage), "out": None, "lse_out": None}
+        if stage == "index_scores":
+            del given["lse_out"]
+        followed = given[name][0] if isinstance(given[name], list) else given[name]
+        followed.requires_grad_()
+        result = getattr(msattn, stage)(**given)
+        (result[0] if isinstance(result, tuple) else result).float().sum().backward()
+
+    return call
+
+
+BACKWARD = [
+    case(
+        "backward",
+        backward(stage, name),
+        NotImplementedError,
+        f"{stage} has no backward pass; call it under torch.no_grad()",
+    )
+    for stage, name in (("attend", "q"), ("index_scores", "index_q"), ("merge_states", "outs"))
+]
+
+
 DISPATCH = [
     case("why_not", lambda w, kwargs=kwargs: why_not(**kwargs), error, message)
     for kwargs, error, message in (
@@ -918,6 +1078,10 @@ DISPATCH = [
             TypeError,
             "query_dtype: expected a torch.dtype, got 'bf16'",
         ),
+        *(
+            ({"stage": "attend", "impl": "auto", "device": device}, error, message)
+            for device, error, message in DEVICES
+        ),
     )
 ]
 
@@ -945,7 +1109,13 @@ BATCHES = [
                 TypeError,
                 "seq_lens: expected dtype torch.int32, got torch.int64",
             ),
-            ({"seq_lens": int32()}, ValueError, "cu_seqlens_q: expected shape [R+1=1], got [4]"),
+            ({"seq_lens": int32()}, ValueError, "seq_lens: expected shape [R=3], got [0]"),
+            (
+                {"cu_seqlens_q": None},
+                TypeError,
+                "cu_seqlens_q: expected a torch.Tensor, got None...",
+            ),
+            ({"page_table": []}, TypeError, "page_table: expected a torch.Tensor, got list"),
             (
                 {"seq_lens": int32(4096, -1, 5)},
                 ValueError,
@@ -1049,6 +1219,10 @@ BATCHES = [
             ),
         )
     ),
+    *(
+        case("Batch", lambda w, device=device: step(device=device), error, message)
+        for device, error, message in DEVICES
+    ),
 ]
 
 
@@ -1125,6 +1299,7 @@ CASES = [
     *tensor_cases(),
     *object_cases(),
     *impl_cases(),
+    *overlapping_cases(),
     *STAGES,
     *LAYER,
     *PLANS,
@@ -1133,6 +1308,7 @@ CASES = [
     *FORMATS,
     *CONFIGS,
     *DISPATCH,
+    *BACKWARD,
     *WARMUPS,
     *OPERATORS,
     *VARIABLES,

@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from msattn import KV_FORMATS, IndexCache, KVCache, KVFormat, MSAConfig
+from msattn import KV_FORMATS, Batch, IndexCache, KVCache, KVFormat, MSAConfig, Plan, make_plan
+from msattn.attend import _check_cache
 
 NAMES = {
     "bf16": ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16],
@@ -151,3 +152,18 @@ def test_max_value_is_the_largest_number_that_is_read_back(fmt: KVFormat) -> Non
 def test_kinds(fmt: KVFormat) -> None:
     assert fmt.is_fp8 == fmt.name.startswith("fp8")
     assert (fmt.scale_group, fmt.slot_scales) == ((16, False) if fmt.name == "nvfp4" else (0, True))
+
+
+def test_a_compiled_function_meets_a_second_format() -> None:
+    """The check alone: to trace a whole stage takes half a minute."""
+    torch.compiler.reset()
+
+    def doubled(x: torch.Tensor, cache: KVCache, plan: Plan) -> torch.Tensor:
+        _check_cache(cache, plan)
+        return 2 * x
+
+    compiled, config = torch.compile(doubled, backend="eager"), MSAConfig(4, 2, 2, topk=4)
+    for name in ("bf16", "fp16", "nvfp4"):
+        plan = make_plan(Batch.from_lists([1], [1], [[0]]), config, name)
+        x = torch.ones(2)
+        assert torch.equal(compiled(x, KVCache.allocate(1, config, name), plan), 2 * x)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from .. import __version__
 from .errors import CliError
 
 app = typer.Typer(
@@ -40,6 +41,24 @@ def run(arguments: Sequence[str]) -> int:
         message = str(error).splitlines()[0]
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"msattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
+) -> None:
+    """What goes before a command."""
 
 
 @app.command("doctor")

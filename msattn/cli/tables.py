@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,9 +21,9 @@ if TYPE_CHECKING:  # importing it takes transformers, which the doctor must do w
     from .run import Comparison, Generation, OnTokens
 
 
-def new_console(*, stderr: bool = False) -> Console:
+def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
     """For results, or for progress on stderr; numbers keep the colour of their table."""
-    return Console(stderr=stderr, highlight=False)
+    return Console(stderr=stderr, highlight=False, width=width)
 
 
 @contextmanager
@@ -117,13 +119,23 @@ def print_sections(parts: Sequence[Section]) -> None:
     console = new_console()
     for part in parts:
         console.print(f"[bold]{part.title}[/bold]")
-        table = Table(*part.header, box=None, padding=(0, 2, 0, 0), show_header=bool(part.header))
-        for row in part.rows:
-            table.add_row(*(_cell(cell) for cell in row))
-        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        table = Padding(_section_table(part), (0, 0, 0, 2), expand=False)
+        # rich would cut words off in a narrow terminal, or a pipe, which it takes for one.
+        narrowest = Measurement.get(console, console.options.update(width=1000), table).minimum
+        new_console(width=max(console.width, narrowest)).print(table)
         if part.note:
             console.print(Padding(f"[dim]{part.note}[/dim]", (0, 0, 0, 2)))
         console.print()
+
+
+def _section_table(part: Section) -> Table:
+    """Sentences go on in the next line; columns of words keep their width."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(part.header))
+    for title, *cells in zip_longest(part.header, *part.rows, fillvalue=""):
+        table.add_column(title, no_wrap=not any(" " in cell for cell in cells), overflow="fold")
+    for row in part.rows:
+        table.add_row(*(_cell(cell) for cell in row))
+    return table
 
 
 def _cell(cell: str) -> Text:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...arch import capability
+from ...arch import absence, capability
 
 if TYPE_CHECKING:
     from ...dispatch import Problem
@@ -84,6 +84,8 @@ def _device_reasons(device: torch.device, asked: tuple[int, int] | None) -> list
     if device.type != "cuda":
         return [f"runs on Hopper GPUs, not on {device.type}"]
     found = asked or capability(device)
+    if found is None and (missing := absence(device)):
+        return missing
     if found != CAPABILITY:
         return [f"needs compute capability 9.0, the device has {_text(found)}"]
     triton = _triton_version()

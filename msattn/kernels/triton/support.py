@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...arch import capability
+from ...arch import absence, capability
 
 if TYPE_CHECKING:
     from ...dispatch import Problem
@@ -55,7 +55,9 @@ def _device_reasons(device: torch.device, asked: tuple[int, int] | None) -> list
     if device.type != "cuda":
         return [f"runs on CUDA and ROCm devices, not on {device.type}"]
     found = asked or capability(device)
-    if found is not None and found < MIN_CAPABILITY:
+    if found is None:  # a ROCm device, or none
+        return absence(device)
+    if found < MIN_CAPABILITY:
         return [f"needs compute capability 8.0, the device has {found[0]}.{found[1]}"]
     return []
 
