@@ -55,6 +55,8 @@ PAGES = {False: 6, True: 4}
 MAX_STAGES = 8
 """Sides of narrow pages under way: as many as fit."""
 PAGE_BYTES = BLOCK.value * D.value * 2
+OTHER_BYTES = 2048
+"""Of shared memory: barriers, and 1 KiB that no program has."""
 # Registers of a thread: of the second consumer, the converter, the producer.
 CONSUMER_REGISTERS = {False: 232, True: 184}
 CONVERTER_REGISTERS, PRODUCER_REGISTERS = 104, 40
@@ -589,5 +591,5 @@ def attend(
 def _stages(side_bytes: int) -> int:
     """Sides of narrow pages that fit beside the queries and the 16 bit pages."""
     queries = CONSUMERS * ROWS.value * D.value * 2
-    ring = SHARED_BYTES - 2048 - queries - PAGES[True] * PAGE_BYTES
+    ring = SHARED_BYTES - OTHER_BYTES - queries - PAGES[True] * PAGE_BYTES
     return min(MAX_STAGES, ring // side_bytes)
