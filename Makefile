@@ -23,8 +23,8 @@ demo: $(VENV)/installed  ## a small MiniMax-M3 generates through every KV format
 	$(BIN)/msattn demo --out out
 
 test: $(VENV)/installed  ## all tests that this machine can run
-	$(BIN)/python -m pytest -n $(WORKERS)
-	$(BIN)/python -m pytest -n $(WORKERS) tests/triton
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/triton
 
 # The engines' pins exclude each other's: an environment for each, with the engine's Python sources.
 $(VENV)/engines/%/installed: pyproject.toml tests/engines/prepare.py tests/engines/requirements.txt \
