@@ -13,7 +13,6 @@ from .checks import (
     fail,
     one_of,
     require_device,
-    require_distinct,
     require_int,
     require_number,
     require_tensor,
@@ -338,7 +337,6 @@ def _as_compact(name: str, value: object, keys: torch.Tensor, fmt: KVFormat) -> 
         raise fail(name, "strides [a multiple of 4, 1]", f"strides {list(tensor.stride())}")
     if tensor.storage_offset() % 4:
         raise fail(name, "a storage offset of a multiple of 4 bytes", tensor.storage_offset())
-    require_distinct(name, tensor)
     return CompactKeys(tensor, dim)
 
 
@@ -368,14 +366,17 @@ def _as_pool(name: str, tensor: Any, config: MSAConfig, fmt: KVFormat) -> Pool:
 
 
 def _check_slots(name: str, pool: torch.Tensor) -> None:
-    """The slots of NVFP4 pages are runs of bytes that do not overlap, in a page nor in two."""
+    """The slots of NVFP4 pages are runs of bytes that do not overlap, in a page nor in two.
+
+    But all pages may be one, expanded: it can be read.
+    """
     pages, heads, tokens, content = pool.shape
     page, slot, token, _ = pool.stride()
     run = tokens * content
     if pool.numel() and (token != content or slot < run):
         expected = f"each slot one run of {run} bytes (strides [.., .., {content}, 1])"
         raise fail(name, expected, f"strides {list(pool.stride())}")
-    if pool.numel() and pages > 1 and page < heads * run:
+    if pool.numel() and pages > 1 and 0 < page < heads * run:
         expected = f"pages of at least {heads * run} bytes that do not overlap"
         raise fail(name, expected, f"strides {list(pool.stride())}")
 
@@ -387,7 +388,6 @@ def _as_elements(
     tensor = require_tensor(name, value, dtypes=dtypes, shape=shape)
     if tensor.numel() and tensor.stride(-1) != 1:
         raise fail(name, "a last stride of 1", f"strides {list(tensor.stride())}")
-    require_distinct(name, tensor)
     return tensor.view(fmt.storage_dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .cache import IndexCache, KVCache
-from .checks import fail, require_tensor, require_type
+from .checks import fail, require_distinct, require_tensor, require_type
 from .config import BLOCK_SIZE
 from .dispatch import Launch, Problem, nothing, prepare
 
@@ -48,6 +48,8 @@ def prepare_store_kv(
     shape["T"] = k.shape[0]
     require_tensor("v", v, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
     _require_slots("slot_mapping", slot_mapping, k.shape[0], cache.num_pages, cache.device)
+    for side in cache.tensor if isinstance(cache.tensor, tuple) else (cache.tensor,):
+        require_distinct("cache", side)
     problem = Problem("store_kv", k.device, None, cache.format, k.dtype)
     if k.shape[0] == 0:
         return nothing(impl, problem)
@@ -83,6 +85,9 @@ def prepare_store_index_k(
         index_k = index_k.squeeze(1)
     require_tensor("index_k", index_k, shape={"T": None, "Di": index.head_dim})
     _require_slots(slots_name, slot_mapping, index_k.shape[0], index.num_pages, index.device)
+    require_distinct("index", index.tensor)
+    if index.compact is not None:
+        require_distinct("index", index.compact.tensor)
     problem = Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
     if index_k.shape[0] == 0:
         return nothing(impl, problem)
@@ -107,6 +112,7 @@ def refresh_compact_keys(
         raise fail("index", "an IndexCache with compact keys", "one without")
     if pages is None:
         pages = torch.arange(index.num_pages, device=index.device)
+    require_distinct("index", index.compact.tensor)
     dtypes = [torch.int64, torch.int32]
     require_tensor("pages", pages, dtypes=dtypes, shape={"n": None}, device=index.device)
     problem = Problem("refresh_compact_keys", index.device, None, index.format)
