@@ -45,8 +45,8 @@ class Tiles(NamedTuple):
 
 TILES = (
     Tiles(1 << 30, False, "_decode_kernel", (1, 3)),
-    Tiles(0, False, "_decode_kernel", (3, 200)),
-    Tiles(0, True, "_verify_kernel", (3, 200)),
+    Tiles(0, False, "_decode_kernel", (200, 3)),
+    Tiles(0, True, "_verify_kernel", (200, 3)),
 )
 SMALL_CASES = [
     case
@@ -82,9 +82,10 @@ def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
                 copied = machine.copied[tiles.kernel]
                 assert copied or not lse.isfinite().any(), "the kernel did nothing"
                 compare.assert_attention(inputs, ids, out, lse, softmax_scale=softmax_scale)
-                again, lse_again = run(inputs, ids, softmax_scale)
-                assert_bitwise_equal("out", again, out)
-                assert_bitwise_equal("lse", lse_again, lse)
+            # Where programs share their units' entries, in another order.
+            again, lse_again = run(inputs, ids, softmax_scale)
+            assert_bitwise_equal("out", again, out)
+            assert_bitwise_equal("lse", lse_again, lse)
 
     return check_step
 
