@@ -18,7 +18,14 @@ from gluon_on_torch import emulate
 from hopper_step import run
 
 from msattn import env
-from msattn.kernels.hopper import attend_decode, attend_union, attend_verify, shares
+from msattn.kernels.hopper import (
+    attend_decode,
+    attend_union,
+    attend_verify,
+    narrow,
+    page_ring,
+    shares,
+)
 from msattn.kernels.triton import launch
 from msattn.testing import compare
 from msattn.testing.cases import CASES, LAYOUTS, Case, make_config
@@ -64,7 +71,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
     monkeypatch.setattr(attend_verify, "MIN_TOKENS", 1)
-    yield emulate(monkeypatch, attend_decode, attend_union, attend_verify, shares, seed=seed)
+    modules = (attend_decode, attend_union, attend_verify, narrow, page_ring, shares)
+    yield emulate(monkeypatch, *modules, seed=seed)
     torch.set_num_threads(threads)
 
 

@@ -21,6 +21,7 @@ from . import attend_decode as decode
 from . import attend_kv_major as kv_major
 from . import attend_union as union
 from . import attend_verify as verify
+from .page_ring import can_read
 from .support import MAX_FEW_QUERIES
 
 
@@ -102,14 +103,14 @@ def _attend_few(
 ) -> None:
     """The launches of a step of few query tokens for each request."""
     slots = block_ids.shape[2]
-    can_read = decode.can_read(cache) and _are_near(q, out)
+    is_read = can_read(cache) and _are_near(q, out)
     rows = verify.choose(plan, slots)
-    if rows is not None and can_read and verify.pays(plan, slots):
+    if rows is not None and is_read and verify.pays(plan, slots):
         lists = attend_union.make_lists(block_ids, cache, plan, rows.tokens, rows.tokens)
         verify.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
         return
     tile = decode.choose(plan, slots)
-    if tile is None or not (can_read and decode.pays(plan, tile, slots)):
+    if tile is None or not (is_read and decode.pays(plan, tile, slots)):
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)

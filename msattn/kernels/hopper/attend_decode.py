@@ -19,11 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...cache import KVCache, Scale
 from ...plan import Plan
@@ -31,7 +29,17 @@ from ..triton import launch
 from ..triton.attend_union import MAX_LIST, make_lists
 from ..triton.recording import start
 from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
-from .attend_union import BLOCK, HALF, LN2, D, load_factor, rows_of_a_token
+from .attend_union import BLOCK, LN2, D, load_factor, rows_of_a_token
+from .narrow import in_order_of_k, in_order_of_v, narrow_scores, narrow_v, widen
+from .page_ring import (
+    descriptor_of,
+    first_token_of,
+    load_entry,
+    load_pages,
+    own_pages,
+    page_of,
+    sides_of,
+)
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
 
 COLUMNS = 32
@@ -50,357 +58,6 @@ SHARED_BYTES = 228 << 10
 """Of a multiprocessor, 1 KiB for each program included that it cannot have."""
 CONSUMER_REGISTERS = 232
 """Of a thread of the second consumer; the first one has what the others leave."""
-
-
-@gluon.jit
-def _slots(SLOTS: gl.constexpr, WARPS: gl.constexpr):
-    """Numbers of a row's slots, in one warp where there are not more of them than lanes."""
-    return gl.arange(0, SLOTS, layout=gl.BlockedLayout([max(SLOTS // 32, 1)], [32], [WARPS], [0]))
-
-
-@gluon.jit
-def _own_pages(
-    ids,
-    position,
-    table,
-    num_slots,
-    num_blocks,
-    num_pages,
-    stride_ids_k,
-    SLOTS: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Page of each slot's block; -1 where the row sees none, or an earlier slot has it."""
-    slot = _slots(SLOTS, WARPS)
-    block = gl.load(ids + slot * stride_ids_k, mask=slot < num_slots, other=-1)
-    is_new = slot < num_slots
-    for i in gl.static_range(SLOTS - 1):
-        earlier = gl.load(ids + i * stride_ids_k, mask=i < num_slots, other=-1)
-        is_new = is_new & ((block != earlier) | (slot <= i))
-    # An arithmetic shift: position -1 sees blocks up to -1, which is none.
-    seen = is_new & (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
-    page = gl.load(table + block, mask=seen, other=-1)
-    return gl.where(page < num_pages, page, -1)
-
-
-@gluon.jit
-def _load_entry(
-    i,
-    pages,
-    ids,
-    stride_ids_k,
-    entries,
-    entry_pages,
-    count,
-    SLOTS: gl.constexpr,
-    WARPS: gl.constexpr,
-    DIRECT: gl.constexpr,
-):
-    """Page, block and set of tokens of a unit's entry; page -1: it names no block."""
-    if DIRECT:
-        page = gl.sum(gl.where(_slots(SLOTS, WARPS) == i, pages, 0), 0)
-        block = gl.load(ids + i * stride_ids_k, mask=page >= 0, other=0)
-        return page, block, 1
-    else:
-        page = gl.load(entry_pages + i, mask=i < count, other=-1)
-        entry = gl.load(entries + i, mask=i < count, other=0)
-        return page, entry >> 16, entry & 0xFFFF
-
-
-@gluon.jit
-def first_token_of(seq_len, block, FORMAT: gl.constexpr):
-    """Of a page as it is loaded: it ends with the sequence, behind which may be anything, NaN too.
-
-    What lies before the page's first token, the engine fills with zeros. NVFP4 pages are whole:
-    codes are never NaN, and the scales of tokens behind the sequence become 0 where they are used.
-    """
-    if FORMAT == NVFP4:
-        return 0
-    else:
-        return gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
-
-
-@gluon.jit
-def load_pages(
-    k_desc,
-    v_desc,
-    k_scales_desc,
-    v_scales_desc,
-    requests,
-    blocks,
-    work,
-    ring,
-    scales,
-    full,
-    empty,
-    SLOTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SIDE_BYTES: gl.constexpr,
-    FORMAT: gl.constexpr,
-    DIRECT: gl.constexpr,
-):
-    """The producer: K and V of each entry of the program's share."""
-    # fmt: off
-    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
-    (
-        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
-        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
-    ) = blocks
-    share, num_entries, unit, before, num_heads = work
-    # fmt: on
-    at = gl.program_id(0) * share
-    end = gl.minimum(at + share, num_entries)
-    step = 0
-    while at < end:
-        size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
-        tile, head = unit // num_heads, unit % num_heads
-        row = gl.load(tile_row_ptr + tile)
-        ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
-        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
-        seq_len = gl.load(seq_lens_ptr + request)
-        group = unit.to(gl.int64) * max_list
-        pages, count = 0, 0
-        if DIRECT:
-            position = seq_len - (gl.load(cu_seqlens_ptr + request + 1) - row)
-            pages = _own_pages(
-                ids, position, page_table_ptr + request * stride_table,
-                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 1,
-            )  # fmt: skip
-        else:
-            count = gl.load(counts_ptr + unit)
-        for i in range(at - before, gl.minimum(end - before, size)):
-            page, block, _ = _load_entry(
-                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
-                SLOTS, 1, DIRECT,
-            )  # fmt: skip
-            if page >= 0:
-                first_token = first_token_of(seq_len, block, FORMAT)
-                for side in gl.static_range(2):
-                    slot = step % STAGES
-                    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-                    mbarrier.expect(full.index(slot), SIDE_BYTES)
-                    tma.async_copy_global_to_shared(
-                        k_desc if side == 0 else v_desc,
-                        [page, head, first_token, 0],
-                        full.index(slot),
-                        ring.index(slot),
-                    )
-                    if FORMAT == NVFP4:
-                        tma.async_copy_global_to_shared(
-                            k_scales_desc if side == 0 else v_scales_desc,
-                            [page, head, 0, 0],
-                            full.index(slot),
-                            scales.index(slot),
-                        )
-                    step += 1
-        before += size
-        at = gl.minimum(before, end)
-        unit += 1
-
-
-@gluon.jit
-def widen(x, E5M2: gl.constexpr):
-    """fp8 bytes as fp16 numbers, exact."""
-    if E5M2:
-        return x.to(gl.float8e5, bitcast=True).to(gl.float16)
-    else:
-        return x.to(gl.float8e4nv, bitcast=True).to(gl.float16)
-
-
-_E2M1_TO_FP16 = gl.constexpr("""{
-.reg .b32 first, second, number;
-prmt.b32 first, $4, 0, 0x1404;
-prmt.b32 second, $4, 0, 0x3424;
-shl.b32 number, first, 1;
-and.b32 number, number, 0x0e000e00;
-shl.b32 $0, first, 4;
-lop3.b32 $0, $0, 0x80008000, number, 0xea;
-shl.b32 number, second, 1;
-and.b32 number, number, 0x0e000e00;
-shl.b32 $1, second, 4;
-lop3.b32 $1, $1, 0x80008000, number, 0xea;
-shr.b32 number, first, 3;
-and.b32 number, number, 0x0e000e00;
-lop3.b32 $2, first, 0x80008000, number, 0xea;
-shr.b32 number, second, 3;
-and.b32 number, number, 0x0e000e00;
-lop3.b32 $3, second, 0x80008000, number, 0xea;
-}""")
-"""Four bytes, two of them in the high bytes of a register's halves; then sign, exponent and
-mantissa of both halves' low nibbles, and of their high ones, go to their places together."""
-
-
-@gluon.jit
-def decode_nvfp4(codes, scales, layout: gl.constexpr):
-    """NVFP4 bytes [128, 64] and scales [128, 8] as fp16 numbers [128, 128], 1/256 of themselves.
-
-    ``layout`` is of bytes as [128, 8, 8]. See ``nvfp4_to_fp16`` of the twin.
-    """
-    codes = gl.convert_layout(gl.reshape(codes, (BLOCK, 8, 8)), layout)
-    scales = gl.convert_layout(scales * 64.0, gl.SliceLayout(2, layout))[:, :, None]
-    low, high = gl.inline_asm_elementwise(
-        _E2M1_TO_FP16, "=r,=r,=r,=r,r", [codes], (gl.float16, gl.float16), is_pure=True, pack=4
-    )
-    return gl.reshape(gl.join(low * scales, high * scales), (BLOCK, D))
-
-
-@gluon.jit
-def _in_order_of_k(x, FORMAT: gl.constexpr):
-    """Columns of ``[rows, 128]`` as narrow keys have them: see :func:`_narrow_k`."""
-    pairs = gl.reshape(x, (x.shape[0], 4, 2, 4, 2, 2))
-    if FORMAT == NVFP4:
-        # A register has two bytes' numbers, not one byte's.
-        return gl.reshape(gl.permute(pairs, (0, 2, 3, 5, 1, 4)), (x.shape[0], D))
-    else:
-        return gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1, 5)), (x.shape[0], D))
-
-
-@gluon.jit
-def _narrow_k(page, scales, FORMAT: gl.constexpr, E5M2: gl.constexpr):
-    """K for a product's first operand: 16 bytes at a time become a thread's own, without a move.
-
-    Elements of a key may stand in any order that the queries have too: bits 6 and 5 of an element's
-    number are the thread in four, where the operand has bits 2 and 1.
-    """
-    if FORMAT == NVFP4:
-        codes: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [64, 0]],
-            [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]],
-            [],
-            [128, 64],
-        )
-        groups: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [8, 0, 0], [64, 0, 0]],
-            [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-            [[16, 0, 0], [32, 0, 0]],
-            [],
-            [128, 8, 8],
-        )
-        # A line has 16 tokens' scales.
-        lines: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 64], [4, 0]],
-            [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
-            [[1, 0], [2, 0]],
-            [],
-            [8, 128],
-        )
-        factors = gl.reshape(widen(scales.load(lines), False), (BLOCK, 8))
-        return _in_order_of_k(decode_nvfp4(page.load(codes), factors, groups), FORMAT)
-    else:
-        loaded: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [64, 0]],
-            [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]],
-            [],
-            [128, 128],
-        )
-        return _in_order_of_k(widen(page.load(loaded), E5M2), FORMAT)
-
-
-@gluon.jit
-def _halves(k):
-    """``[128, 128]`` as two of ``[128, 64]``; what is not used is not loaded."""
-    return gl.split(gl.permute(gl.reshape(k, (BLOCK, 2, HALF)), (0, 2, 1)))
-
-
-@gluon.jit
-def _narrow_scores(
-    page,
-    scales,
-    queries,
-    barrier,
-    zero,
-    operand: gl.constexpr,
-    IN_HALVES: gl.constexpr,
-    FORMAT: gl.constexpr,
-    E5M2: gl.constexpr,
-):
-    """K q^T of a narrow page, which is free when its bytes are in registers.
-
-    In halves, where scores and outputs leave registers for no more of the operand.
-    """
-    queries = queries.permute((1, 0))
-    if IN_HALVES:
-        k, _ = _halves(_narrow_k(page, scales, FORMAT, E5M2))
-        k = gl.convert_layout(k, operand)
-        s = warpgroup_mma(k, queries.slice(0, HALF), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        _, k = _halves(_narrow_k(page, scales, FORMAT, E5M2))
-        k = gl.convert_layout(k, operand)
-        s = warpgroup_mma(k, queries.slice(HALF, HALF), s, is_async=True)
-    else:
-        k = gl.convert_layout(_narrow_k(page, scales, FORMAT, E5M2), operand)
-        s = warpgroup_mma(k, queries, zero, use_acc=False, is_async=True)
-    mbarrier.arrive(barrier, count=1)
-    return warpgroup_mma_wait(0, deps=(s,))
-
-
-@gluon.jit
-def _narrow_v(
-    page, scales, num_keys, operand: gl.constexpr, FORMAT: gl.constexpr, E5M2: gl.constexpr
-):  # fmt: skip
-    """V^T as a product's first operand: 4 elements of 2 tokens become rows of a thread's.
-
-    Rows stand in an order of their own, :func:`_in_order_of_v` undoes it.
-    """
-    if FORMAT == NVFP4:
-        codes: gl.constexpr = gl.DistributedLinearLayout(
-            [[1, 0], [0, 1], [8, 0], [16, 0], [32, 0], [64, 0]],
-            [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
-            [[0, 16], [0, 32]],
-            [],
-            [128, 64],
-        )
-        groups: gl.constexpr = gl.DistributedLinearLayout(
-            [[1, 0, 0], [0, 0, 1], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
-            [[2, 0, 0], [4, 0, 0], [0, 0, 2], [0, 0, 4], [0, 1, 0]],
-            [[0, 2, 0], [0, 4, 0]],
-            [],
-            [128, 8, 8],
-        )
-        # A line has 4 quads: 8 groups' scales of 4 tokens each.
-        lines: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 64], [1, 0], [2, 0], [4, 0]],
-            [[0, 2], [0, 32], [0, 0], [0, 0], [0, 4]],
-            [[0, 8], [0, 16]],
-            [],
-            [8, 128],
-        )
-        factors = gl.reshape(widen(scales.load(lines), False), (32, 8, 4))
-        factors = gl.reshape(gl.permute(factors, (0, 2, 1)), (BLOCK, 8))
-        factors = gl.convert_layout(factors, gl.SliceLayout(2, groups))
-        n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, groups)))
-        factors = gl.where((n < num_keys)[:, None], factors, 0.0)
-        x = decode_nvfp4(page.load(codes), factors, groups)
-    else:
-        loaded: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0], [64, 0]],
-            [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-            [[0, 32], [0, 64]],
-            [],
-            [128, 128],
-        )
-        x = widen(page.load(loaded), E5M2)
-    x = gl.reshape(gl.permute(x, (1, 0)), (4, 8, 2, 2, BLOCK))
-    return gl.convert_layout(gl.reshape(gl.permute(x, (2, 0, 3, 1, 4)), (D, BLOCK)), operand)
-
-
-@gluon.jit
-def page_of(ring, scales, slot, FORMAT: gl.constexpr):
-    """A side of a page in the ring, and its block scales."""
-    if FORMAT == NVFP4:
-        return ring.index(slot).reshape((BLOCK, HALF)), scales.index(slot).reshape((8, BLOCK))
-    else:
-        page = ring.index(slot).reshape((BLOCK, D))
-        return page, page
-
-
-@gluon.jit
-def _in_order_of_v(x):
-    """The rows of a product of :func:`_narrow_v`, in the order of V's elements."""
-    x = gl.permute(gl.reshape(x, (2, 4, 2, 8, x.shape[1])), (1, 3, 0, 2, 4))
-    return gl.reshape(x, (D, x.shape[4]))
 
 
 @gluon.jit
@@ -492,7 +149,7 @@ def _attend_columns(
         group = unit.to(gl.int64) * max_list
         pages, count = 0, 0
         if DIRECT:
-            pages = _own_pages(
+            pages = own_pages(
                 ids, first_position, page_table_ptr + request * stride_table,
                 num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 4,
             )  # fmt: skip
@@ -514,7 +171,7 @@ def _attend_columns(
         if FP8_QUERY:
             q = widen(q, False)
         q = (q.to(gl.float32) * SIGN).to(DTYPE)
-        queries.store(_in_order_of_k(q, FORMAT) if FORMAT != WIDE else q)
+        queries.store(in_order_of_k(q, FORMAT) if FORMAT != WIDE else q)
         fence_async_shared()
         gl.thread_barrier()
 
@@ -523,7 +180,7 @@ def _attend_columns(
         running_sum = _sum_own(zero)
         acc = zero
         for i in range(at - before, gl.minimum(end - before, size)):
-            page, block, tokens = _load_entry(
+            page, block, tokens = load_entry(
                 i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
                 SLOTS, 4, DIRECT,
             )  # fmt: skip
@@ -536,7 +193,7 @@ def _attend_columns(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
                     if FORMAT != WIDE:
-                        s = _narrow_scores(
+                        s = narrow_scores(
                             k, k_scales, queries, empty.index(k_slot), zero, operand,
                             COLUMNS > 32, FORMAT, E5M2,
                         )  # fmt: skip
@@ -566,7 +223,7 @@ def _attend_columns(
                     mbarrier.wait(full.index(v_slot), v_phase)
                     if FORMAT != WIDE:
                         acc = warpgroup_mma(
-                            _narrow_v(
+                            narrow_v(
                                 v, v_scales, seq_len - block * BLOCK, operand, FORMAT, E5M2
                             ),
                             weights.permute((1, 0)), acc, is_async=True,
@@ -596,7 +253,7 @@ def _attend_columns(
             is_empty = total == 0.0
             result = acc * (out_scale / gl.where(is_empty, 1.0, total))[None, :]
             result = result.to(out_ptr.dtype.element_ty)
-            result = gl.permute(_in_order_of_v(result) if FORMAT != WIDE else result, (1, 0))
+            result = gl.permute(in_order_of_v(result) if FORMAT != WIDE else result, (1, 0))
             gl.store(
                 out_ptr
                 + (row.to(gl.int64) * stride_out_t + q_head * stride_out_h)[:, None]
@@ -863,14 +520,6 @@ def _entries_of_a_program(plan: Plan, slots: int) -> float:
     return entries / (PROGRAMS * launch.num_processors(plan.device))
 
 
-def can_read(cache: KVCache) -> bool:
-    """The copy engine can fetch the pool's pages as they lie, and no slot has a factor."""
-    scales = (cache.k_scale, cache.v_scale)
-    if any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
-        return False
-    return all(launch.can_copy_in_bulk(side) for side in sides_of(cache))
-
-
 def attend(
     q: torch.Tensor,
     cache: KVCache,
@@ -958,24 +607,3 @@ def attend(
         num_warps=4,
         maxnreg=tile.registers,
     )
-
-
-def sides_of(cache: KVCache) -> tuple[torch.Tensor, ...]:
-    """K and V as the engine copies them, bytes where narrow; of NVFP4 the block scales, too."""
-    if not cache.format.scale_group:
-        return launch.raw(cache.k), launch.raw(cache.v)
-    views = cache.nvfp4_views()
-    lines = (len(views.k_codes), cache.num_kv_heads, 8, BLOCK.value)
-    scales = [
-        side.view(torch.uint8).as_strided(lines, (*side.stride()[:2], BLOCK.value, 1))
-        for side in (views.k_scales, views.v_scales)
-    ]
-    return views.k_codes, views.v_codes, *scales
-
-
-def descriptor_of(side: torch.Tensor) -> TensorDescriptor:
-    """A side of a pool; what it has of a page and head is a box."""
-    row = side.shape[3] * side.element_size()
-    layout = gl.NVMMASharedLayout(min(row, 128), 8 * side.element_size(), rank=4)
-    box = [1, 1, *side.shape[2:]]
-    return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)

@@ -4,7 +4,7 @@ Programs take equal shares of the step's blocks (:mod:`.shares`). A tile has the
 consumer warpgroups, up to 64 each: EACH tokens of GROUP_ROWS query heads. Queries are the rows of
 the products, as in prefill (:mod:`.attend_union`): a page in shared memory is an operand as it
 lies, and each consumer skips the blocks that none of its tokens chose. The producer is that of
-decode (:mod:`.attend_decode`). Narrow pages go through one more warpgroup, which turns them into
+decode (:mod:`.page_ring`). Narrow pages go through one more warpgroup, which turns them into
 16 bits for both consumers.
 
 ``kernels/triton/attend_union.py`` is the twin, and makes the lists.
@@ -31,18 +31,10 @@ from ..triton import launch
 from ..triton.attend_union import MAX_LIST, Lists
 from ..triton.recording import start
 from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
-from .attend_decode import (
-    SHARED_BYTES,
-    decode_nvfp4,
-    descriptor_of,
-    first_token_of,
-    is_few,
-    load_pages,
-    page_of,
-    sides_of,
-    widen,
-)
+from .attend_decode import SHARED_BYTES, is_few
 from .attend_union import BLOCK, LN2, ROWS, D, load_factor, rows_of_a_token
+from .narrow import widen, widen_fp8, widen_nvfp4
+from .page_ring import descriptor_of, first_token_of, load_pages, page_of, sides_of
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
 
 CONSUMERS = 2
@@ -251,9 +243,9 @@ def _widen_pages(
                 page, factors = page_of(narrow, scales, slot, FORMAT)
                 mbarrier.wait(narrow_full.index(slot), (step // STAGES) & 1)
                 if FORMAT == NVFP4:
-                    x = _widen_nvfp4(page, factors, num_keys, side == 1)
+                    x = widen_nvfp4(page, factors, num_keys, side == 1)
                 else:
-                    x = _widen_fp8(page, E5M2)
+                    x = widen_fp8(page, E5M2)
                 mbarrier.arrive(narrow_empty.index(slot), count=1)
                 mbarrier.wait(empty.index(place), ((step // PAGES) & 1) ^ 1)
                 pages.index(place).reshape((BLOCK, D)).store(x)
@@ -265,65 +257,6 @@ def _widen_pages(
         before += size
         at = gl.minimum(before, end)
         unit += 1
-
-
-@gluon.jit
-def _widen_fp8(page, E5M2: gl.constexpr):
-    """Of an fp8 page. A thread has 8 bytes side by side, which become the 16 of a store."""
-    loaded: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [16, 0], [32, 0], [64, 0]],
-        [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],
-        [[2, 0], [4, 0]],
-        [],
-        [128, 128],
-    )
-    return widen(page.load(loaded), E5M2)
-
-
-@gluon.jit
-def _widen_nvfp4(page, factors, num_keys, IS_V: gl.constexpr):
-    """Of an NVFP4 page, 1/256 of its numbers. A thread has 4 bytes, half of a group, side by side.
-
-    Scales are loaded as they lie, by the thread that needs them: K's in lines of 16 tokens, V's in
-    lines of 4 quads. V's behind the sequence become 0: they may be NaN.
-    """
-    codes: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [16, 0], [32, 0], [64, 0]],
-        [[0, 4], [0, 8], [0, 16], [0, 32], [1, 0]],
-        [[2, 0], [4, 0]],
-        [],
-        [128, 64],
-    )
-    groups: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
-        [[0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0]],
-        [[2, 0, 0], [4, 0, 0]],
-        [],
-        [128, 8, 8],
-    )
-    if IS_V:
-        lines: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 64], [1, 0], [2, 0], [4, 0]],
-            [[0, 0], [0, 4], [0, 8], [0, 16], [0, 1]],
-            [[0, 2], [0, 32]],
-            [],
-            [8, 128],
-        )
-        quads = gl.reshape(widen(factors.load(lines), False), (32, 8, 4))
-        x = gl.reshape(gl.permute(quads, (0, 2, 1)), (BLOCK, 8))
-        x = gl.convert_layout(x, gl.SliceLayout(2, groups))
-        n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, groups)))
-        x = gl.where((n < num_keys)[:, None], x, 0.0)
-    else:
-        lines: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 64], [1, 0], [2, 0], [4, 0]],
-            [[0, 0], [0, 1], [0, 2], [0, 4], [0, 8]],
-            [[0, 16], [0, 32]],
-            [],
-            [8, 128],
-        )
-        x = gl.reshape(widen(factors.load(lines), False), (BLOCK, 8))
-    return decode_nvfp4(page.load(codes), x, groups)
 
 
 @gluon.jit(

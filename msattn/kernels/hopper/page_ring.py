@@ -1,0 +1,204 @@
+"""Pages on their way into the ring: the producer of decode and verification on Hopper.
+
+A place in the ring is one side of a page, K or V of one block and KV head, as it is stored; NVFP4's
+block scales are in a ring beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...cache import KVCache
+from ..triton import launch
+from ..triton.tiles import NVFP4
+from .attend_union import BLOCK, HALF, D
+from .shares import unit_size
+
+
+@gluon.jit
+def _slots(SLOTS: gl.constexpr, WARPS: gl.constexpr):
+    """Numbers of a row's slots, in one warp where there are not more of them than lanes."""
+    return gl.arange(0, SLOTS, layout=gl.BlockedLayout([max(SLOTS // 32, 1)], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def own_pages(
+    ids,
+    position,
+    table,
+    num_slots,
+    num_blocks,
+    num_pages,
+    stride_ids_k,
+    SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Page of each slot's block; -1 where the row sees none, or an earlier slot has it."""
+    slot = _slots(SLOTS, WARPS)
+    block = gl.load(ids + slot * stride_ids_k, mask=slot < num_slots, other=-1)
+    is_new = slot < num_slots
+    for i in gl.static_range(SLOTS - 1):
+        earlier = gl.load(ids + i * stride_ids_k, mask=i < num_slots, other=-1)
+        is_new = is_new & ((block != earlier) | (slot <= i))
+    # An arithmetic shift: position -1 sees blocks up to -1, which is none.
+    seen = is_new & (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
+    page = gl.load(table + block, mask=seen, other=-1)
+    return gl.where(page < num_pages, page, -1)
+
+
+@gluon.jit
+def load_entry(
+    i,
+    pages,
+    ids,
+    stride_ids_k,
+    entries,
+    entry_pages,
+    count,
+    SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
+    DIRECT: gl.constexpr,
+):
+    """Page, block and set of tokens of a unit's entry; page -1: it names no block."""
+    if DIRECT:
+        page = gl.sum(gl.where(_slots(SLOTS, WARPS) == i, pages, 0), 0)
+        block = gl.load(ids + i * stride_ids_k, mask=page >= 0, other=0)
+        return page, block, 1
+    else:
+        page = gl.load(entry_pages + i, mask=i < count, other=-1)
+        entry = gl.load(entries + i, mask=i < count, other=0)
+        return page, entry >> 16, entry & 0xFFFF
+
+
+@gluon.jit
+def first_token_of(seq_len, block, FORMAT: gl.constexpr):
+    """Of a page as it is loaded: it ends with the sequence, behind which may be anything, NaN too.
+
+    What lies before the page's first token, the engine fills with zeros. NVFP4 pages are whole:
+    codes are never NaN, and the scales of tokens behind the sequence become 0 where they are used.
+    """
+    if FORMAT == NVFP4:
+        return 0
+    else:
+        return gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+
+
+@gluon.jit
+def load_pages(
+    k_desc,
+    v_desc,
+    k_scales_desc,
+    v_scales_desc,
+    requests,
+    blocks,
+    work,
+    ring,
+    scales,
+    full,
+    empty,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SIDE_BYTES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DIRECT: gl.constexpr,
+):
+    """The producer: K and V of each entry of the program's share."""
+    # fmt: off
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    ) = blocks
+    share, num_entries, unit, before, num_heads = work
+    # fmt: on
+    at = gl.program_id(0) * share
+    end = gl.minimum(at + share, num_entries)
+    step = 0
+    while at < end:
+        size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
+        tile, head = unit // num_heads, unit % num_heads
+        row = gl.load(tile_row_ptr + tile)
+        ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
+        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+        seq_len = gl.load(seq_lens_ptr + request)
+        group = unit.to(gl.int64) * max_list
+        pages, count = 0, 0
+        if DIRECT:
+            position = seq_len - (gl.load(cu_seqlens_ptr + request + 1) - row)
+            pages = own_pages(
+                ids, position, page_table_ptr + request * stride_table,
+                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 1,
+            )  # fmt: skip
+        else:
+            count = gl.load(counts_ptr + unit)
+        for i in range(at - before, gl.minimum(end - before, size)):
+            page, block, _ = load_entry(
+                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
+                SLOTS, 1, DIRECT,
+            )  # fmt: skip
+            if page >= 0:
+                first_token = first_token_of(seq_len, block, FORMAT)
+                for side in gl.static_range(2):
+                    slot = step % STAGES
+                    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(slot), SIDE_BYTES)
+                    tma.async_copy_global_to_shared(
+                        k_desc if side == 0 else v_desc,
+                        [page, head, first_token, 0],
+                        full.index(slot),
+                        ring.index(slot),
+                    )
+                    if FORMAT == NVFP4:
+                        tma.async_copy_global_to_shared(
+                            k_scales_desc if side == 0 else v_scales_desc,
+                            [page, head, 0, 0],
+                            full.index(slot),
+                            scales.index(slot),
+                        )
+                    step += 1
+        before += size
+        at = gl.minimum(before, end)
+        unit += 1
+
+
+@gluon.jit
+def page_of(ring, scales, slot, FORMAT: gl.constexpr):
+    """A side of a page in the ring, and its block scales."""
+    if FORMAT == NVFP4:
+        return ring.index(slot).reshape((BLOCK, HALF)), scales.index(slot).reshape((8, BLOCK))
+    else:
+        page = ring.index(slot).reshape((BLOCK, D))
+        return page, page
+
+
+def can_read(cache: KVCache) -> bool:
+    """The copy engine can fetch the pool's pages as they lie, and no slot has a factor."""
+    scales = (cache.k_scale, cache.v_scale)
+    if any(isinstance(s, torch.Tensor) and s.dim() for s in scales):
+        return False
+    return all(launch.can_copy_in_bulk(side) for side in sides_of(cache))
+
+
+def sides_of(cache: KVCache) -> tuple[torch.Tensor, ...]:
+    """K and V as the engine copies them, bytes where narrow; of NVFP4 the block scales, too."""
+    if not cache.format.scale_group:
+        return launch.raw(cache.k), launch.raw(cache.v)
+    views = cache.nvfp4_views()
+    lines = (len(views.k_codes), cache.num_kv_heads, 8, BLOCK.value)
+    scales = [
+        side.view(torch.uint8).as_strided(lines, (*side.stride()[:2], BLOCK.value, 1))
+        for side in (views.k_scales, views.v_scales)
+    ]
+    return views.k_codes, views.v_codes, *scales
+
+
+def descriptor_of(side: torch.Tensor) -> TensorDescriptor:
+    """A side of a pool; what it has of a page and head is a box."""
+    row = side.shape[3] * side.element_size()
+    layout = gl.NVMMASharedLayout(min(row, 128), 8 * side.element_size(), rank=4)
+    box = [1, 1, *side.shape[2:]]
+    return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)
