@@ -9,10 +9,14 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from ...arch import has_warpgroups
+from ...arch import capability, has_warpgroups
+from ...cache import IndexCache
+from ...plan import Plan
+from .launch import num_processors, power_of_two_above
 from .tiles import BLOCK, fp8_to_fp16
 
 PROGRAM_OVERHEAD_BLOCKS = 2
@@ -162,3 +166,56 @@ def choose_splits(num_tiles: int, num_blocks: int, room: int) -> int:
     ]
     enough = 1.05 * min(cost)
     return max(n for n, c in enumerate(cost, start=1) if c <= enough)
+
+
+class Share(NamedTuple):
+    """How a step's blocks are shared out, and what all kernels are told of it."""
+
+    grid: tuple[int, int]  # tiles x programs of one
+    constants: Constants
+    facts: dict[str, object]
+
+
+def share_out(
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+    first_row: int,
+    key_bytes: int,
+    *,
+    constants: Constants | None = None,
+    num_splits: int | None = None,
+) -> Share:
+    """Tiles of the rows from ``first_row`` on, as many as ``out`` has, and programs for each."""
+    heads = index_q.shape[1]
+    heads_padded = power_of_two_above(heads)
+    if constants is None:
+        rows = plan.max_query_len * heads_padded
+        constants = choose_constants(rows, key_bytes, capability(index_q.device))
+    tokens = max(1, constants.rows // heads_padded)
+    tiles = plan.tiles(tokens)
+    num_tiles = len(tiles.request)
+    if not num_tiles or not plan.num_blocks:
+        num_splits = 0
+    elif num_splits is None:
+        used = min(num_tiles, plan.num_requests * triton.cdiv(plan.max_query_len, tokens))
+        room = num_processors(index_q.device) * constants.programs_per_processor
+        num_splits = choose_splits(used, plan.num_blocks, room)
+    facts = {
+        "tile_request_ptr": tiles.request,
+        "tile_row_ptr": tiles.first_row,
+        "cu_seqlens_ptr": plan.cu_seqlens_q,
+        "seq_lens_ptr": plan.seq_lens,
+        "page_table_ptr": plan.page_table,
+        "stride_table": plan.page_table.stride(0),
+        "num_pages": index.num_pages,
+        "num_blocks": plan.num_blocks,
+        "first_row": first_row,
+        "end_row": first_row + out.shape[1],
+        "HEADS": heads,
+        "HEADS_PADDED": heads_padded,
+        "TOKENS": tokens,
+        "DIM": index.head_dim,
+    }
+    return Share((num_tiles, num_splits), constants, facts)

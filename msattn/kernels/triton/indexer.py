@@ -27,18 +27,16 @@ from . import indexer_compact
 from .index_tiles import (
     Constants,
     block_scores,
-    choose_constants,
-    choose_splits,
     choose_stages,
     load_page,
     load_queries,
     operand,
+    share_out,
     tile_facts,
 )
 from .launch import (
     can_copy_in_bulk,
     has_native_fp8,
-    num_processors,
     page_descriptor,
     raw,
     tensors_of,
@@ -238,23 +236,21 @@ def score_rows(
 
     Blocks that a row does not see may be left as they are.
     """
-    heads, dim = index_q.shape[1:]
-    heads_padded = triton.next_power_of_2(heads)
+    dim = index.head_dim
     dtype = operand_dtype(index_q.dtype, index.tensor.dtype, dim, index_q.device)
     key_bytes = dim * dtype.primitive_bitwidth // 8
-    if constants is None:
-        constants = choose_constants(
-            plan.max_query_len * heads_padded, key_bytes, capability(index_q.device)
-        )
-    tokens = max(1, constants.rows // heads_padded)
-    tiles = plan.tiles(tokens)
-    num_tiles = len(tiles.request)
-    if not num_tiles or not plan.num_blocks:
+    share = share_out(
+        index_q,
+        index,
+        plan,
+        out,
+        first_row,
+        key_bytes,
+        constants=constants,
+        num_splits=num_splits,
+    )
+    if not all(share.grid):
         return
-    if num_splits is None:
-        used = min(num_tiles, plan.num_requests * triton.cdiv(plan.max_query_len, tokens))
-        room = num_processors(index_q.device) * constants.programs_per_processor
-        num_splits = choose_splits(used, plan.num_blocks, room)
     queries, keys = index_q, index.tensor
     if dtype != tl.float8e4nv:
         queries, keys = raw(queries), raw(keys)
@@ -262,7 +258,7 @@ def score_rows(
     tma = warpgroups and keys.dtype == index_q.dtype and can_copy_in_bulk(keys)
     start(
         _index_scores_kernel,
-        (num_tiles, num_splits),
+        share.grid,
         queries,
         *queries.stride(),
         keys,
@@ -271,26 +267,13 @@ def score_rows(
         page_descriptor(keys) if tma else None,
         out,
         *out.stride(),
-        tiles.request,
-        tiles.first_row,
-        plan.cu_seqlens_q,
-        plan.seq_lens,
-        plan.page_table,
-        plan.page_table.stride(0),
-        index.num_pages,
-        plan.num_blocks,
-        first_row,
-        first_row + out.shape[1],
-        HEADS=heads,
-        HEADS_PADDED=heads_padded,
-        TOKENS=tokens,
-        DIM=dim,
+        **share.facts,
         DTYPE=dtype,
         NATIVE_FP8=has_native_fp8(index_q.device),
-        KEYS_FIRST=constants.keys_first,
+        KEYS_FIRST=share.constants.keys_first,
         TMA=tma,
-        num_warps=constants.num_warps,
-        num_stages=choose_stages(constants.num_stages, key_bytes),
+        num_warps=share.constants.num_warps,
+        num_stages=choose_stages(share.constants.num_stages, key_bytes),
     )
 
 

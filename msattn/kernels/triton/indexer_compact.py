@@ -11,26 +11,22 @@ Bounds are in units of a row, since scores of different rows are never compared.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from ...arch import capability
 from ...cache import IndexCache
 from ...plan import Plan
 from .index_tiles import (
-    Constants,
+    Share,
     block_scores,
-    choose_constants,
-    choose_splits,
     choose_stages,
     load_page,
     load_queries,
+    share_out,
     tile_facts,
 )
-from .launch import can_copy_in_bulk, num_processors, page_descriptor, power_of_two_above
+from .launch import can_copy_in_bulk, page_descriptor, power_of_two_above
 from .recording import start
 from .selection import chunks_of, kth_key, load_chunk, reads_vectors, score_key
 from .tiles import BLOCK, nearest, page_of_block, rotate, row_position
@@ -327,14 +323,6 @@ def pays(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> bool:
     return rows <= MAX_ROWS and plan.num_requests * spared >= MIN_SPARED_PAGES
 
 
-class Share(NamedTuple):
-    """How a step's blocks are shared out, and what all kernels are told of it."""
-
-    grid: tuple[int, int]  # tiles x programs of one
-    constants: Constants
-    facts: dict[str, object]
-
-
 def score_rows(
     index_q: torch.Tensor,
     index: IndexCache,
@@ -346,7 +334,9 @@ def score_rows(
 ) -> None:
     """As :func:`.indexer.score_rows`, but -inf for blocks that no selection by score can have."""
     assert out.stride(2) == 1
-    share = _share(index_q, index, plan, out, first_row, num_splits)
+    key_bytes = index.head_dim * index.tensor.element_size()
+    # The plain kernel's shares: the scores that are made have the same bits then.
+    share = share_out(index_q, index, plan, out, first_row, key_bytes, num_splits=num_splits)
     if not all(share.grid):
         return
     heads, rows, _ = out.shape
@@ -359,45 +349,6 @@ def score_rows(
     _find_bounds(index_q, index, share, out, lower)
     _find_thresholds(lower, plan, first_row, thresholds)
     _rescore(index_q, index, plan, share, thresholds, out)
-
-
-def _share(
-    index_q: torch.Tensor,
-    index: IndexCache,
-    plan: Plan,
-    out: torch.Tensor,
-    first_row: int,
-    num_splits: int | None,
-) -> Share:
-    _, heads, dim = index_q.shape
-    heads_padded = power_of_two_above(heads)
-    found, key_bytes = capability(index_q.device), dim * index.tensor.element_size()
-    # Those of the plain kernel: the scores that are made have the same bits then.
-    constants = choose_constants(plan.max_query_len * heads_padded, key_bytes, found)
-    tokens = constants.rows // heads_padded
-    tiles = plan.tiles(tokens)
-    num_tiles = len(tiles.request)
-    if num_splits is None and num_tiles:
-        used = min(num_tiles, plan.num_requests * triton.cdiv(plan.max_query_len, tokens))
-        room = num_processors(index_q.device) * constants.programs_per_processor
-        num_splits = choose_splits(used, plan.num_blocks, room) if plan.num_blocks else 0
-    facts = {
-        "tile_request_ptr": tiles.request,
-        "tile_row_ptr": tiles.first_row,
-        "cu_seqlens_ptr": plan.cu_seqlens_q,
-        "seq_lens_ptr": plan.seq_lens,
-        "page_table_ptr": plan.page_table,
-        "stride_table": plan.page_table.stride(0),
-        "num_pages": index.num_pages,
-        "num_blocks": plan.num_blocks,
-        "first_row": first_row,
-        "end_row": first_row + out.shape[1],
-        "HEADS": heads,
-        "HEADS_PADDED": heads_padded,
-        "TOKENS": tokens,
-        "DIM": dim,
-    }
-    return Share((num_tiles, num_splits or 0), constants, facts)
 
 
 def _find_bounds(
