@@ -32,13 +32,12 @@ from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_union import BLOCK, LN2, D, load_factor, rows_of_a_token
 from .narrow import in_order_of_k, in_order_of_v, narrow_scores, narrow_v, widen
 from .page_ring import (
-    descriptor_of,
     first_token_of,
     load_entry,
     load_pages,
     own_pages,
     page_of,
-    sides_of,
+    step_arguments,
 )
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
 
@@ -542,27 +541,11 @@ def attend(
     partial_out = plan.workspace("partial_out", (*parts, D.value, tile.columns), torch.float32)
     partial_state = plan.workspace("partial_state", (*parts, 2, tile.columns), torch.float32)
     arrivals = plan.workspace("decode_arrivals", (*units, tile.consumers), torch.int32)
-    lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
     entries, pages, counts = lists[:3] if lists else (arrivals, arrivals, arrivals)
-    constants = launch.format_arguments(cache.format, q.device)
-    sides = [descriptor_of(side) for side in sides_of(cache)]
     start(
         _decode_kernel,
         (programs,),
-        launch.raw(q),
-        *q.stride(),
-        k_desc=sides[0],
-        v_desc=sides[1],
-        k_scales_desc=sides[-2],
-        v_scales_desc=sides[-1],
-        **launch.scale_arguments("q_scale", q_scale, slots=False),
-        **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
-        **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
-        **launch.softmax_arguments(softmax_scale),
-        tile_request_ptr=tiles.request,
-        tile_row_ptr=tiles.first_row,
-        cu_seqlens_ptr=plan.cu_seqlens_q,
-        seq_lens_ptr=plan.seq_lens,
+        **step_arguments(q, cache, plan, tiles, softmax_scale, q_scale, out, lse),
         block_ids_ptr=block_ids,
         stride_ids_t=block_ids.stride(0),
         stride_ids_h=block_ids.stride(1),
@@ -572,36 +555,20 @@ def attend(
         entries_ptr=entries,
         pages_ptr=pages,
         counts_ptr=counts,
-        out_ptr=out,
-        stride_out_t=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_out_d=out.stride(2),
-        lse_ptr=lse_arguments[0],
-        stride_lse_t=lse_arguments[1],
-        stride_lse_h=lse_arguments[2],
         partial_out_ptr=partial_out,
         partial_state_ptr=partial_state,
         arrivals_ptr=arrivals,
         num_requests=plan.num_requests,
-        num_units=units[0] * units[1],
-        num_heads=units[1],
         num_slots=slots,
         num_blocks=plan.num_blocks,
         num_pages=cache.num_pages,
         max_list=entries.shape[-1],
-        min_share=MIN_SHARE,
         CONSUMERS=tile.consumers,
         EACH=tile.each,
-        GROUP=config.group_size,
         GROUP_ROWS=tile.group_rows,
         SLOTS=launch.power_of_two_above(slots),
         STAGES=tile.stages(cache.format.bytes_per_page(config) // (2 * config.num_kv_heads)),
-        FORMAT=constants["FORMAT"],
-        E5M2=constants["E5M2"],
-        DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
-        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
         DIRECT=direct,
-        HAS_LSE=lse is not None,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,

@@ -34,7 +34,7 @@ from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_decode import SHARED_BYTES, is_few
 from .attend_union import BLOCK, LN2, ROWS, D, load_factor, rows_of_a_token
 from .narrow import widen, widen_fp8, widen_nvfp4
-from .page_ring import descriptor_of, first_token_of, load_pages, page_of, sides_of
+from .page_ring import first_token_of, load_pages, page_of, step_arguments
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
 
 CONSUMERS = 2
@@ -465,55 +465,23 @@ def attend(
     partial_out = plan.workspace("verify_out", (*parts, ROWS.value, D.value), torch.float32)
     partial_state = plan.workspace("verify_state", (*parts, 2, ROWS.value), torch.float32)
     arrivals = plan.workspace("verify_arrivals", (*units, CONSUMERS), torch.int32)
-    lse_arguments = (arrivals, 0, 0) if lse is None else (lse, *lse.stride())
-    constants = launch.format_arguments(cache.format, q.device)
     is_narrow = cache.format.storage_dtype.itemsize == 1
-    sides = [descriptor_of(side) for side in sides_of(cache)]
     start(
         _verify_kernel,
         (programs,),
-        launch.raw(q),
-        *q.stride(),
-        k_desc=sides[0],
-        v_desc=sides[1],
-        k_scales_desc=sides[-2],
-        v_scales_desc=sides[-1],
-        **launch.scale_arguments("q_scale", q_scale, slots=False),
-        **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
-        **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
-        **launch.softmax_arguments(softmax_scale),
-        tile_request_ptr=tiles.request,
-        tile_row_ptr=tiles.first_row,
-        cu_seqlens_ptr=plan.cu_seqlens_q,
-        seq_lens_ptr=plan.seq_lens,
+        **step_arguments(q, cache, plan, tiles, softmax_scale, q_scale, out, lse),
         entries_ptr=lists.entries,
         pages_ptr=lists.pages,
         counts_ptr=lists.counts,
-        out_ptr=out,
-        stride_out_t=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_out_d=out.stride(2),
-        lse_ptr=lse_arguments[0],
-        stride_lse_t=lse_arguments[1],
-        stride_lse_h=lse_arguments[2],
         partial_out_ptr=partial_out,
         partial_state_ptr=partial_state,
         arrivals_ptr=arrivals,
-        num_units=units[0] * units[1],
-        num_heads=units[1],
         max_list=lists.entries.shape[2],
-        min_share=MIN_SHARE,
         CONSUMERS=CONSUMERS,
         EACH=tile.each,
-        GROUP=config.group_size,
         GROUP_ROWS=tile.group_rows,
         PAGES=PAGES[is_narrow],
         STAGES=_stages(cache.format.bytes_per_page(config) // (2 * config.num_kv_heads)),
-        FORMAT=constants["FORMAT"],
-        E5M2=constants["E5M2"],
-        DTYPE=gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
-        FP8_QUERY=q.dtype == torch.float8_e4m3fn,
-        HAS_LSE=lse is not None,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[is_narrow],
         CONVERTER_REGISTERS=CONVERTER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,

@@ -1,7 +1,8 @@
 """Pages on their way into the ring: the producer of decode and verification on Hopper.
 
 A place in the ring is one side of a page, K or V of one block and KV head, as it is stored; NVFP4's
-block scales are in a ring beside it.
+block scales are in a ring beside it. On the host: which pools it can read, and what both kernels
+are told of a step.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...cache import KVCache
+from ...cache import KVCache, Scale
+from ...plan import Plan, Tiles
 from ..triton import launch
 from ..triton.tiles import NVFP4
 from .attend_union import BLOCK, HALF, D
-from .shares import unit_size
+from .shares import MIN_SHARE, unit_size
 
 
 @gluon.jit
@@ -202,3 +204,54 @@ def descriptor_of(side: torch.Tensor) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(min(row, 128), 8 * side.element_size(), rank=4)
     box = [1, 1, *side.shape[2:]]
     return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)
+
+
+def step_arguments(
+    q: torch.Tensor,
+    cache: KVCache,
+    plan: Plan,
+    tiles: Tiles,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> dict[str, object]:
+    """What a kernel is told of a step: all that does not follow from its choice of a tile."""
+    config, sides = plan.config, [descriptor_of(side) for side in sides_of(cache)]
+    constants = launch.format_arguments(cache.format, q.device)
+    q_strides, out_strides = q.stride(), out.stride()
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    return {
+        "q_ptr": launch.raw(q),
+        "stride_q_t": q_strides[0],
+        "stride_q_h": q_strides[1],
+        "stride_q_d": q_strides[2],
+        "k_desc": sides[0],
+        "v_desc": sides[1],
+        "k_scales_desc": sides[-2],
+        "v_scales_desc": sides[-1],
+        **launch.scale_arguments("q_scale", q_scale, slots=False),
+        **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
+        **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
+        **launch.softmax_arguments(softmax_scale),
+        "tile_request_ptr": tiles.request,
+        "tile_row_ptr": tiles.first_row,
+        "cu_seqlens_ptr": plan.cu_seqlens_q,
+        "seq_lens_ptr": plan.seq_lens,
+        "out_ptr": out,
+        "stride_out_t": out_strides[0],
+        "stride_out_h": out_strides[1],
+        "stride_out_d": out_strides[2],
+        "lse_ptr": plan.seq_lens if lse is None else lse,  # not read, not written without
+        "stride_lse_t": lse_strides[0],
+        "stride_lse_h": lse_strides[1],
+        "num_units": len(tiles.request) * config.num_kv_heads,
+        "num_heads": config.num_kv_heads,
+        "min_share": MIN_SHARE,
+        "GROUP": config.group_size,
+        "FORMAT": constants["FORMAT"],
+        "E5M2": constants["E5M2"],
+        "DTYPE": gl.bfloat16 if cache.format.storage_dtype == torch.bfloat16 else gl.float16,
+        "FP8_QUERY": q.dtype == torch.float8_e4m3fn,
+        "HAS_LSE": lse is not None,
+    }
