@@ -43,7 +43,7 @@ def warmup(
     Afterwards a step of any lengths and any number of requests compiles nothing, if it is of what
     is given here, its slot_mapping is int64, and its tensors are contiguous but for gaps between
     rows, heads and pages of a multiple of 16 elements. It takes minutes where Triton has no cache
-    of earlier runs, and some 100 MB of the device while it runs.
+    of earlier runs, and some hundred MB of the device while it runs.
 
     Args:
         config: the model's shapes on this rank.
