@@ -1,4 +1,4 @@
-"""Wrapped pools of a model's layers: plans keep their launches for a cache that comes again."""
+"""Wrapped pools of a model's layers: an engine's come again in every step, and are checked once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class WrappedPools(Generic[Cache]):
             self._step, self._before, self._used = ref(step), self._used, {}
         cache = self._used.get(key)
         if cache is None:
-            # The same object: plans know their launches by it.
             cache = self._before.get(key)
             self._used[key] = cache = wrap() if cache is None else cache
         return cache
