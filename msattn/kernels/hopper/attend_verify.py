@@ -246,13 +246,15 @@ def _widen_pages(
                     x = widen_nvfp4(page, factors, num_keys, side == 1)
                 else:
                     x = widen_fp8(page, E5M2)
-                mbarrier.arrive(narrow_empty.index(slot), count=1)
                 mbarrier.wait(empty.index(place), ((step // PAGES) & 1) ^ 1)
                 pages.index(place).reshape((BLOCK, D)).store(x)
                 fence_async_shared()
                 # All of the page is there before its arrival.
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(place), count=1)
+                # Not before: what is loaded may be under way until it is stored, and the copy
+                # engine does not wait for it.
+                mbarrier.arrive(narrow_empty.index(slot), count=1)
                 step += 1
         before += size
         at = gl.minimum(before, end)
