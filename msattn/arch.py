@@ -29,6 +29,11 @@ def has_warpgroups(compute_capability: tuple[int, int] | None) -> bool:
     return compute_capability is not None and compute_capability[0] in (9, 10)
 
 
+def has_dependent_launch(compute_capability: tuple[int, int] | None) -> bool:
+    """A kernel may start under the end of the one before it, and wait for that by itself."""
+    return compute_capability is not None and compute_capability >= (9, 0)
+
+
 @cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have.

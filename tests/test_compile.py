@@ -602,6 +602,9 @@ def compile_and_print(build: Build) -> None:
         or (name.startswith("stride") and signature[name] == "i32")
     }
     for capability in build.capabilities:
+        if follows := index.get("FOLLOWS"):
+            signature["FOLLOWS"] = "constexpr"
+            constants[(follows,)] = capability >= 90
         compiled = triton.compile(
             ASTSource(kernel, signature, constants, aligned),
             target=GPUTarget("cuda", capability, 32),

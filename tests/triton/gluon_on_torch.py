@@ -37,6 +37,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 from triton.experimental.gluon.nvidia import hopper as real_host
 from triton.language import PropagateNan
+from triton.language.extra import cuda
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -48,6 +49,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, seed: int) ->
     replaced = {
         id(real_gl): Gluon(machine),
         id(real_host.TensorDescriptor): TensorDescriptor,
+        # Launches here follow one another.
+        id(cuda.gdc_wait): lambda: None,
+        id(cuda.gdc_launch_dependents): lambda: None,
         **{id(getattr(real_hopper, name)): getattr(hopper, name) for name in Hopper.NAMES},
     }
     for module in modules:
@@ -89,6 +93,7 @@ class Function:
         *arguments: Any,
         num_warps: int,
         launch_cooperative_grid: bool = False,
+        launch_pdl: bool = False,
         maxnreg: int | None = None,
         **named: Any,
     ) -> None:

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...cache import KVCache, Scale
 from ...plan import Plan
@@ -118,7 +119,7 @@ def _attend_columns(
         block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
         entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
     ) = blocks
-    share, num_entries, unit, before, num_heads = work
+    share, at, end, unit, before, num_heads = work
     # fmt: on
     COLUMNS: gl.constexpr = EACH * GROUP_ROWS
     MINE: gl.constexpr = (1 << EACH) - 1
@@ -133,8 +134,6 @@ def _attend_columns(
     c = gl.arange(0, COLUMNS, layout=column)
     n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, product))
     zero = gl.zeros([BLOCK, COLUMNS], gl.float32, layout=product)
-    at = gl.program_id(0) * share
-    end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
@@ -278,7 +277,7 @@ def _attend_columns(
 @gluon.jit(
     do_not_specialize=[
         "stride_table", "num_requests", "num_units", "num_slots", "num_blocks", "num_pages",
-        "max_list", "min_share",
+        "max_list", "min_share", "cut_cost",
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -325,6 +324,7 @@ def _decode_kernel(
     num_pages,
     max_list,
     min_share,
+    cut_cost,
     CONSUMERS: gl.constexpr,
     EACH: gl.constexpr,  # query tokens of a consumer
     GROUP: gl.constexpr,
@@ -370,10 +370,12 @@ def _decode_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
+    gdc_wait()
+    gdc_launch_dependents()
     num_rows = gl.load(cu_seqlens_ptr + num_requests)
-    share, num_entries, unit, before = find_share(
+    share, at, end, unit, before = find_share(
         counts_ptr, tile_request_ptr, num_rows * num_heads * gl.maximum(num_slots, 1),
-        num_units, num_heads, num_slots, min_share, 4, DIRECT,
+        num_units, num_heads, num_slots, min_share, cut_cost, 4, DIRECT,
     )  # fmt: skip
     scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
     scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
@@ -390,7 +392,7 @@ def _decode_kernel(
         block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
         entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
     )
-    work = (share, num_entries, unit, before, num_heads)
+    work = (share, at, end, unit, before, num_heads)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -573,4 +575,5 @@ def attend(
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,
         maxnreg=tile.registers,
+        launch_pdl=True,
     )

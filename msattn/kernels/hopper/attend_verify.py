@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import env
 from ...cache import KVCache, Scale
@@ -91,7 +92,7 @@ def _attend_rows(
     """A consumer: online softmax of its 64 rows over the entries of the program's share."""
     tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
     entries_ptr, _pages_ptr, counts_ptr, max_list = lists
-    share, num_entries, unit, before, num_heads = work
+    share, at, end, unit, before, num_heads = work
     ALL: gl.constexpr = (1 << EACH) - 1
     DTYPE: gl.constexpr = queries.dtype
     product: gl.constexpr = gl.NVMMADistributedLayout(
@@ -105,8 +106,6 @@ def _attend_rows(
     n = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, product))
     token, member = r // GROUP_ROWS, r % GROUP_ROWS
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=product)
-    at = gl.program_id(0) * share
-    end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, 0, True, False)
@@ -226,9 +225,7 @@ def _widen_pages(
     """The converter: K and V of each entry of the program's share as fp16, for both consumers."""
     tile_request_ptr, _tile_row_ptr, _cu_seqlens_ptr, seq_lens_ptr = requests
     entries_ptr, _pages_ptr, counts_ptr, max_list = lists
-    share, num_entries, unit, before, num_heads = work
-    at = gl.program_id(0) * share
-    end = gl.minimum(at + share, num_entries)
+    _share, at, end, unit, before, num_heads = work
     step = 0
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, 0, True, False)
@@ -262,7 +259,7 @@ def _widen_pages(
 
 
 @gluon.jit(
-    do_not_specialize=["num_units", "max_list", "min_share"]
+    do_not_specialize=["num_units", "max_list", "min_share", "cut_cost"]
 )  # fmt: skip
 def _verify_kernel(
     q_ptr,  # [T, Hq, 128]; e4m3 as bytes
@@ -298,6 +295,7 @@ def _verify_kernel(
     num_heads,
     max_list,
     min_share,
+    cut_cost,
     CONSUMERS: gl.constexpr,
     EACH: gl.constexpr,  # query tokens of a consumer
     GROUP: gl.constexpr,
@@ -345,8 +343,10 @@ def _verify_kernel(
             mbarrier.init(narrow_empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    share, num_entries, unit, before = find_share(
-        counts_ptr, tile_request_ptr, 0, num_units, num_heads, 0, min_share, 4, False
+    gdc_wait()
+    gdc_launch_dependents()
+    share, at, end, unit, before = find_share(
+        counts_ptr, tile_request_ptr, 0, num_units, num_heads, 0, min_share, cut_cost, 4, False
     )
     scale = softmax_scale_log2 * load_factor(q_scale, Q_SCALE_ON_DEVICE)
     scale *= load_factor(k_scale, K_SCALE_ON_DEVICE)
@@ -364,7 +364,7 @@ def _verify_kernel(
     blocks = (
         entries_ptr, 0, 0, 0, pages_ptr, 0, entries_ptr, pages_ptr, counts_ptr, max_list, 0, 0, 0,
     )
-    work = (share, num_entries, unit, before, num_heads)
+    work = (share, at, end, unit, before, num_heads)
     if FORMAT == WIDE:
         gl.warp_specialize(
             [
@@ -488,6 +488,7 @@ def attend(
         CONVERTER_REGISTERS=CONVERTER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
+        launch_pdl=True,
     )
 
 

@@ -18,7 +18,7 @@ from ...plan import Plan, Tiles
 from ..triton import launch
 from ..triton.tiles import NVFP4
 from .attend_union import BLOCK, HALF, D
-from .shares import MIN_SHARE, unit_size
+from .shares import CUT_COST, MIN_SHARE, unit_size
 
 
 @gluon.jit
@@ -115,10 +115,8 @@ def load_pages(
         block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
         entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
     ) = blocks
-    share, num_entries, unit, before, num_heads = work
+    _share, at, end, unit, before, num_heads = work
     # fmt: on
-    at = gl.program_id(0) * share
-    end = gl.minimum(at + share, num_entries)
     step = 0
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
@@ -248,6 +246,7 @@ def step_arguments(
         "num_units": len(tiles.request) * config.num_kv_heads,
         "num_heads": config.num_kv_heads,
         "min_share": MIN_SHARE,
+        "cut_cost": CUT_COST,
         "GROUP": config.group_size,
         "FORMAT": constants["FORMAT"],
         "E5M2": constants["E5M2"],

@@ -28,6 +28,7 @@ from .tiles import (
     NVFP4,
     NVFP4_FACTOR,
     column_of,
+    follow,
     fp8_to_fp16,
     load_k_tile,
     load_scale,
@@ -80,11 +81,13 @@ def _union_lists_kernel(
     TOKENS: tl.constexpr,  # of a tile, rounded up to a power of two
     SLOTS: tl.constexpr,  # K rounded up to a power of two
     OF_COPY: tl.constexpr,  # pages are those of the copy that dequantize makes
+    FOLLOWS: tl.constexpr,
 ):
     """list = sorted(union of the visible, mapped blocks of a tile's tokens)
 
     One program: one tile and KV head.
     """
+    follow(FOLLOWS)
     tile, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     request = tl.load(tile_request_ptr + tile)
@@ -560,6 +563,7 @@ def make_lists(
         TOKENS=padded_tokens,
         SLOTS=padded,
         OF_COPY=of_copy,
+        **launch.follow_arguments(block_ids.device),
         # One warp sorts by shuffles alone; more would meet at barriers.
         num_warps=max(1, padded_tokens * padded // 256),
     )

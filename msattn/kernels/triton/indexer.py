@@ -36,6 +36,7 @@ from .index_tiles import (
 )
 from .launch import (
     can_copy_in_bulk,
+    follow_arguments,
     has_native_fp8,
     page_descriptor,
     raw,
@@ -43,7 +44,7 @@ from .launch import (
 )
 from .recording import fill, reissue, start
 from .selection import select_rows
-from .tiles import BLOCK, page_of_block
+from .tiles import BLOCK, follow, page_of_block
 
 SCORE_BYTES = 256 << 20
 """Scores that :func:`index_select` holds at a time; 8,192 tokens of M3 at 128K take 143 MB."""
@@ -92,12 +93,14 @@ def _index_scores_kernel(
     NATIVE_FP8: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # keys are the rows of the product, and queries its columns
     TMA: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """out[h, t, b] = max(q[t, h] . k[j] for the keys j of block b up to t's position)
 
     One program: a share of the blocks that one tile of tokens sees. Blocks that none of the tile's
     tokens sees, and rows outside first_row .. end_row - 1, are not written.
     """
+    follow(FOLLOWS)
     # A prompt's last tiles see most, and start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     request, tile_row, tile_end, offset, visible, full = tile_facts(
@@ -272,6 +275,7 @@ def score_rows(
         NATIVE_FP8=has_native_fp8(index_q.device),
         KEYS_FIRST=share.constants.keys_first,
         TMA=tma,
+        **follow_arguments(index_q.device),
         num_warps=share.constants.num_warps,
         num_stages=choose_stages(share.constants.num_stages, key_bytes),
     )

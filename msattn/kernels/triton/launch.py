@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...arch import capability
+from ...arch import capability, has_dependent_launch
 from ...cache import IndexCache, KVCache, Scale
 from ...kv_format import KVFormat
 from .tiles import FP8, NVFP4, WIDE
@@ -28,6 +28,12 @@ def scale_arguments(name: str, scale: Scale, *, slots: bool = True) -> dict[str,
         strides = scale.stride() if per_slot else (0, 1)  # type: ignore[union-attr]
         arguments[f"stride_{name}"], arguments[f"stride_{name}_slot"] = strides
     return arguments
+
+
+def follow_arguments(device: torch.device) -> dict[str, object]:
+    """Of kernels that call ``tiles.follow``: whether they start under the end of the one before."""
+    follows = has_dependent_launch(capability(device))
+    return {"FOLLOWS": True, "launch_pdl": True} if follows else {"FOLLOWS": False}
 
 
 def softmax_arguments(softmax_scale: float) -> dict[str, object]:

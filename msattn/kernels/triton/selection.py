@@ -16,8 +16,9 @@ import triton.language as tl
 
 from ...plan import Plan
 from . import recording
+from .launch import follow_arguments
 from .support import MAX_BLOCKS
-from .tiles import BLOCK, row_position
+from .tiles import BLOCK, follow, row_position
 
 _NOWHERE = tl.constexpr(-0x80000000)
 """Key of what is not there, below all others."""
@@ -178,12 +179,13 @@ def _select_kernel(
     first_row,
     max_visible,
     TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """ids = sorted(forced blocks + best of the rest)
 
     One program: one row and KV head.
     """
+    follow(FOLLOWS)
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row_of_step = first_row + row
     request = tl.load(request_ptr + row_of_step, mask=row_of_step < num_owned, other=-1)
@@ -232,6 +234,7 @@ def select_rows(scores: torch.Tensor, plan: Plan, out: torch.Tensor, first_row: 
         CHUNK=chunk,
         CHUNKS=chunks,
         VECTOR=4 if reads_vectors(scores) else 1,
+        **follow_arguments(scores.device),
         num_warps=warps,
     )
 

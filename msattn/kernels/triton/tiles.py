@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)
 """Tokens of a block and of a page."""
@@ -12,6 +13,14 @@ WIDE, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NVFP4_FACTOR = tl.constexpr(256.0)
 """NVFP4 tiles hold 1/256 of their numbers: E2M1 codes become fp16 by a shift, off by 2^14, and the
 block scales, up to 448, have room in fp16 for 2^6 of it."""
+
+
+@triton.jit
+def follow(FOLLOWS: tl.constexpr):
+    """Wait until the kernel before is done, and let the next one start; before any load."""
+    if FOLLOWS:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
