@@ -22,10 +22,6 @@ IMPL: str = os.environ.get("MSATTN_IMPL", "auto")
 LOG: bool = os.environ.get("MSATTN_LOG", "0") == "1"
 """``MSATTN_LOG=1`` (default 0): one line on stderr for each choice of an implementation, once."""
 
-VERIFY_ROWS: bool = os.environ.get("MSATTN_VERIFY_ROWS", "0") == "1"
-"""``MSATTN_VERIFY_ROWS=1`` (default 0): on Hopper, verification of 3 to 16 tokens multiplies with
-queries as rows, and widens narrow pages once. Not timed on a GPU yet."""
-
 VLLM: bool = os.environ.get("MSATTN_VLLM", "1") == "1"
 """``MSATTN_VLLM=0`` (default 1): vLLM keeps its own kernels for MiniMax-M3."""
 

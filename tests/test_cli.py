@@ -458,7 +458,7 @@ def test_doctor_knows_every_variable(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MSATTN_DECODE_MIN_BATCH", "3")
     environment = json.loads(cli("doctor", "--json").out)["environment"]
     assert environment["MSATTN_DECODE_MIN_BATCH"] == "3"
-    documented = {"IMPL", "LOG", "DECODE_MIN_BATCH", "VERIFY_ROWS", "VLLM", "WARMUP", "SGLANG"}
+    documented = {"IMPL", "LOG", "DECODE_MIN_BATCH", "VLLM", "WARMUP", "SGLANG"}
     assert {f"MSATTN_{name}" for name in documented} <= set(environment)
 
 

@@ -42,7 +42,7 @@ ATTEND_SPILLS = {"prefill": 8, "long": 152, "verify": 232, "decode": 0}
 HOPPER_STEPS = [
     *(("bf16", group, 1200) for group in (1, 4, 8, 64)),
     *((kv_format, 16, 16384) for kv_format in ("bf16", "fp16", "fp8_e4m3")),
-    *(("bf16", group, 200) for group in (4, 16)),
+    *(("bf16", group, 700) for group in (4, 16)),
 ]
 # Query tokens of a request, and query heads of a KV head.
 HOPPER_FEW = [
@@ -51,11 +51,18 @@ HOPPER_FEW = [
     ("fp16", 1, 16),
     ("fp8_e5m2", 1, 16),
 ]
-HOPPER_FEW_SPILLS = {32: {"bf16": 32, "nvfp4": 168}, 64: {"bf16": 208}}
+HOPPER_FEW_SPILLS = {16: {"bf16": 8}, 32: {"bf16": 32, "nvfp4": 168}, 64: {"bf16": 208}}
 """Bytes that a program of as many columns keeps in local memory; most of them not in the loop."""
 
-HOPPER_ROWS = {("bf16", 8): 8, ("fp8_e4m3", 8): 64, ("fp8_e5m2", 4): 64, ("nvfp4", 8): 104}
-"""The same of verification with queries as rows, by query tokens; none is used in the loop."""
+HOPPER_ROWS = {
+    ("bf16", 8): 16,
+    ("bf16", 300): 16,
+    ("fp8_e4m3", 8): 88,
+    ("fp8_e5m2", 4): 88,
+    ("nvfp4", 8): 104,
+    ("nvfp4", 300): 104,
+}
+"""The same with queries as rows, by a request's query tokens; none is used in the loop."""
 
 HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 40, "_scores_kernel": 72}
 """Bytes that a program keeps in local memory."""
@@ -420,18 +427,18 @@ def test_hopper_decode_compiles(kv_format: str, query_len: int, group: int) -> N
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(("kv_format", "query_len"), [*HOPPER_ROWS])
-def test_hopper_verify_compiles(kv_format: str, query_len: int) -> None:
+def test_hopper_rows_compile(kv_format: str, query_len: int) -> None:
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, "hopper", kv_format, "16", str(query_len)],
-        env=clean | {"MSATTN_VERIFY_ROWS": "1"},
+        [sys.executable, __file__, "hopper", kv_format, "16", str(query_len), "1"],
+        env=clean,
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
-    entry = launches["_verify_kernel"]
+    entry = launches["_rows_kernel"]
     kind = "bf16" if kv_format == "bf16" else "f16"
     assert entry["wgmma"] == f"m64n128k16.f32.{kind}.{kind}", entry
     assert not entry["warnings"], entry
@@ -444,14 +451,18 @@ def test_hopper_verify_compiles(kv_format: str, query_len: int) -> None:
     assert all(loop["local"] == 0 for loop in entry["loops"]), entry
 
 
-def compile_hopper_and_print(kv_format: str, group: int, query_len: int) -> None:
-    """One line of JSON for each kernel that ``attend`` launches on Hopper."""
+def compile_hopper_and_print(kv_format: str, group: int, query_len: int, rows: int = 0) -> None:
+    """One line of JSON for each kernel that ``attend`` launches on Hopper.
+
+    Args:
+        rows: queries of few tokens are rows of the products; else columns.
+    """
     import torch
 
     import msattn
 
     launched = compile_launches(lambda: 90)
-    from msattn.kernels.hopper import attend, attend_decode
+    from msattn.kernels.hopper import attend, attend_decode, attend_rows
     from msattn.kernels.triton import attend_union, launch
 
     for module in (launch, attend_union):
@@ -459,6 +470,7 @@ def compile_hopper_and_print(kv_format: str, group: int, query_len: int) -> None
     launch.num_processors = lambda device: 132
     attend_decode.DIRECT_ENTRIES = 0
     attend_decode.pays = lambda *_: True
+    attend_rows.MIN_TOKENS = 1 if rows else 1 << 30
     config = msattn.MSAConfig(64, 64 // group, 64 // group)
     requests = max(200 // query_len, 1)
     table = torch.zeros(requests, 160, dtype=torch.int32)
@@ -469,8 +481,7 @@ def compile_hopper_and_print(kv_format: str, group: int, query_len: int) -> None
     ids = torch.zeros(plan.max_rows, config.num_kv_heads, config.topk, dtype=torch.int32)
     cache = msattn.KVCache.allocate(1, config, kv_format)
     attend.attend(q, cache, ids, plan, 0.1, 1.0, torch.zeros_like(q), torch.zeros(q.shape[:2]))
-    by_rows = query_len > 16 or msattn.env.VERIFY_ROWS
-    print_hopper_launches(launched, plan, 16 if by_rows else None)
+    print_hopper_launches(launched, plan, 16 if rows or query_len > 16 else None)
 
 
 def compile_hopper_index_and_print(index_format: str, heads: int) -> None:

@@ -32,15 +32,28 @@ def on_hopper() -> None:
         pytest.skip(reasons[0])
 
 
-@pytest.fixture(params=["union", "union_of_two", "kv_major"], autouse=True)
+@pytest.fixture(params=["union", "union_of_two", "kv_major", "rows", "rows_yield"], autouse=True)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The only one that runs, where there is anything to see: union tiles of three consumers or of
-    two, or KV-major in chunks of few tokens."""
-    from msattn.kernels.hopper import attend, attend_kv_major, attend_union
+    two, or KV-major in chunks of few tokens; for short prompts equal shares, or KV-major, too."""
+    from msattn.kernels.hopper import (
+        attend,
+        attend_decode,
+        attend_kv_major,
+        attend_rows,
+        attend_union,
+    )
     from msattn.kernels.triton import attend as twin
 
     name: str = request.param
-    monkeypatch.setattr(attend_union, "ROW_COST", 1e9 if name == "kv_major" else 0.0)
+    for module in (attend_union, attend_rows):
+        by_block = name in ("kv_major", "rows_yield")
+        monkeypatch.setattr(module, "ROW_COST", 1e9 if by_block else 0.0)
+    is_short = name.startswith("rows")
+    monkeypatch.setattr(attend_rows, "pays_for_prompt", lambda *_: is_short)
+    monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", 0)
+    monkeypatch.setattr(attend, "MIN_QUERY_LEN", 0)
+    monkeypatch.setattr(attend, "FEW_TOKENS", 0)
     monkeypatch.setattr(attend_union, "MIN_ROWS", 1 << 30 if name == "union_of_two" else 0)
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)

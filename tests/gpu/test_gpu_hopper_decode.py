@@ -38,13 +38,12 @@ def on_hopper() -> None:
 @pytest.fixture(params=["by_token", "by_union", "by_rows"], autouse=True)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of one token each, or of as many as fit, also where the twin would be as fast."""
-    from msattn.kernels.hopper import attend_decode, attend_verify
+    from msattn.kernels.hopper import attend_decode, attend_rows
 
     name: str = request.param
     monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", 1 << 30 if name == "by_token" else 0)
     monkeypatch.setattr(attend_decode, "pays", lambda *_: True)
-    monkeypatch.setattr(attend_verify, "MIN_TOKENS", 1)
-    monkeypatch.setattr(msattn.env, "VERIFY_ROWS", name == "by_rows")
+    monkeypatch.setattr(attend_rows, "MIN_TOKENS", 1 if name == "by_rows" else 1 << 30)
     return name
 
 

@@ -28,7 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from msattn.kernels.hopper import attend, attend_kv_major, attend_union, merge_partials
+from msattn.kernels.hopper import (
+    attend,
+    attend_kv_major,
+    attend_rows,
+    attend_union,
+    merge_partials,
+)
 from msattn.kernels.triton import attend as twin
 from msattn.kernels.triton import attend_union as twin_union
 from msattn.kernels.triton import dequantize, launch
@@ -69,6 +75,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
         monkeypatch.setattr(module, "PARTIAL_BYTES", 256 << 10)
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     monkeypatch.setattr(attend, "MAX_FEW_QUERIES", 0)
+    monkeypatch.setattr(attend, "MIN_QUERY_LEN", 0)
+    monkeypatch.setattr(attend_rows, "pays_for_prompt", lambda *_: False)
     monkeypatch.setattr(dequantize, "MIN_QUERY_LEN", 1)  # narrow pools go by the copy
     prepare_once(monkeypatch, twin_union, "make_lists")
     prepare_once(monkeypatch, compare, "expected_attention")

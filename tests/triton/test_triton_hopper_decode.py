@@ -17,11 +17,13 @@ from gluon_machine import Machine
 from gluon_on_torch import emulate
 from hopper_step import run
 
-from msattn import env
 from msattn.kernels.hopper import (
+    attend,
     attend_decode,
+    attend_kv_major,
+    attend_rows,
     attend_union,
-    attend_verify,
+    merge_partials,
     narrow,
     page_ring,
     shares,
@@ -53,7 +55,7 @@ class Tiles(NamedTuple):
 TILES = (
     Tiles(1 << 30, False, "_decode_kernel", (1, 3)),
     Tiles(0, False, "_decode_kernel", (200, 3)),
-    Tiles(0, True, "_verify_kernel", (200, 3)),
+    Tiles(0, True, "_rows_kernel", (200, 3)),
 )
 SMALL_CASES = [
     case
@@ -70,8 +72,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     monkeypatch.setattr(attend_decode, "pays", lambda *_: True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
-    monkeypatch.setattr(attend_verify, "MIN_TOKENS", 1)
-    modules = (attend_decode, attend_union, attend_verify, narrow, page_ring, shares)
+    monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
+    modules = (
+        *(attend_decode, attend_rows, narrow, page_ring, shares),
+        *(attend_kv_major, attend_union, merge_partials),
+    )
     yield emulate(monkeypatch, *modules, seed=seed)
     torch.set_num_threads(threads)
 
@@ -83,7 +88,7 @@ def check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Check:
     def check_step(inputs: Inputs, ids: torch.Tensor, softmax_scale: float | None = None) -> None:
         for tiles in TILES:
             monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", tiles.direct_entries)
-            monkeypatch.setattr(env, "VERIFY_ROWS", tiles.rows)
+            monkeypatch.setattr(attend_rows, "MIN_TOKENS", 1 if tiles.rows else 1 << 30)
             for processors in tiles.processors:
                 monkeypatch.setattr(launch, "num_processors", lambda device, n=processors: n)
                 out, lse = run(inputs, ids, softmax_scale)
@@ -138,3 +143,22 @@ def test_ids_of_any_width(slots: int, check: Check) -> None:
     inputs = make(VERIFY)
     ids = torch.randint(-2, 5, (inputs.case.num_rows, 2, slots), dtype=torch.int32)
     check(inputs, ids)
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8_e4m3", "nvfp4"])
+def test_short_prompts(
+    kv_format: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """In equal shares; where tokens share little, nothing of them, but each block for its picks."""
+    monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", 0)
+    monkeypatch.setattr(attend, "FEW_TOKENS", 0)
+    monkeypatch.setattr(launch, "num_processors", lambda device: 3)
+    case = Case("short", (21, 17), (400, 131), make_config(8, 2, topk=4), spare_rows=2)
+    inputs = make(case, kv_format=kv_format, scales="0d")
+    ids = make_block_ids(inputs, seed=seed)
+    for cost, kernel in ((0.0, "_rows_kernel"), (1e9, "_attend_tiles_kernel")):
+        machine.copied.clear()
+        monkeypatch.setattr(attend_rows, "ROW_COST", cost)
+        out, lse = run(inputs, ids)
+        assert set(machine.copied) == {kernel}
+        compare.assert_attention(inputs, ids, out, lse)

@@ -1,5 +1,5 @@
-"""Stage 4 on Hopper, in Gluon: decode and verification in equal shares; for prefill, union tiles,
-and KV-major where tokens share little.
+"""Stage 4 on Hopper, in Gluon: decode, verification and short prompts in equal shares; for prefill,
+union tiles, and KV-major where tokens share little.
 
 The twin, ``kernels/triton/attend.py``, serves pools whose pages the copy engine cannot read: those
 with a factor for each slot, and in prefill narrow ones that are too large to be converted once; and
@@ -8,6 +8,8 @@ each KV head.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -19,10 +21,14 @@ from ..triton import attend_union, dequantize
 from ..triton.recording import decline
 from . import attend_decode as decode
 from . import attend_kv_major as kv_major
+from . import attend_rows as few_rows
 from . import attend_union as union
-from . import attend_verify as verify
 from .page_ring import can_read
-from .support import MAX_FEW_QUERIES
+from .support import MAX_FEW_QUERIES, MIN_QUERY_LEN
+
+FEW_TOKENS = 256
+"""Of a step: of so few, the other schedule's launches would cost 9 us where they return at once, a
+seventh of the time, and spare as much as that where tokens share nothing, in narrow pools."""
 
 
 def attend(
@@ -36,7 +42,11 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     """:func:`msattn.attend`; a call like an earlier one has the launches of that one."""
-    issue = _attend_few if plan.max_query_len <= MAX_FEW_QUERIES else _attend_many
+    issue = _attend_many
+    if plan.max_query_len <= MAX_FEW_QUERIES:
+        issue = _attend_few
+    elif few_rows.pays_for_prompt(plan, block_ids.shape[2]) and _is_read(q, cache, out):
+        issue = _attend_short
     twin.attend_by(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
 
 
@@ -53,42 +63,109 @@ def _attend_many(
     """The launches of a prompt: both schedules, of which one returns at once."""
     slots, page_table = block_ids.shape[2], plan.page_table
     tile, copies = union.choose(plan, slots), dequantize.pays(cache, plan)
-    if tile is None or not (copies or union.can_read(cache)):
+    is_prompt = plan.max_query_len >= MIN_QUERY_LEN
+    if not is_prompt or tile is None or not (copies or union.can_read(cache)):
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
     lists = attend_union.make_lists(block_ids, cache, plan, tile.tokens, tile.each, of_copy=copies)
     if copies:
         # It has zeros behind each request's last token.
-        pool, page_table = dequantize.dequantize(cache, plan, q.dtype, lists.chosen)
+        pool, page_table = dequantize.dequantize(cache, plan, q.dtype, lists)
         scratch_bytes -= pool.k.nbytes + pool.v.nbytes
     else:
         tails = union.make_tails(cache, plan)
     queries = _for_bulk_copies(q, pool.format.storage_dtype)
-    own_out, own_lse = out.contiguous(), None if lse is None else lse.contiguous()
-    if queries is not q or own_out is not out or own_lse is not lse:
-        decline()
+    own = _Output(out, lse)
     may_yield = twin_kv_major.can_serve(plan, slots)
-    rest = (softmax_scale, q_scale, own_out, own_lse)
+    rest = (softmax_scale, q_scale, own.out, own.lse)
     union.attend(queries, pool, plan, tile, lists, *rest, may_yield=may_yield, tails=tails)
     if may_yield:
         picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
-        if kv_major.can_serve(plan, slots):
-            partial_bytes = min(scratch_bytes, kv_major.PARTIAL_BYTES)
-            kv_major.attend(queries, *picks, tails=tails, partial_bytes=partial_bytes)
+        _attend_by_block(queries, *picks, tails=tails, scratch_bytes=scratch_bytes)
+    own.copy_back()
+
+
+def _attend_short(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    softmax_scale: float,
+    q_scale: Scale,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The launches of a prompt whose tiles are too few: in equal shares, or by block."""
+    slots, page_table = block_ids.shape[2], plan.page_table
+    tile, copies = few_rows.choose(plan, slots), dequantize.pays(cache, plan)
+    may_yield = plan.max_rows > FEW_TOKENS and twin_kv_major.can_serve(plan, slots)
+    may_yield = may_yield and (copies or union.can_read(cache))
+    if tile is None:
+        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        return
+    lists = attend_union.make_lists(
+        block_ids, cache, plan, tile.tokens, tile.each, for_copy=copies and may_yield
+    )
+    own = _Output(out, lse)
+    rest = (softmax_scale, q_scale, own.out, own.lse)
+    few_rows.attend(q, cache, plan, tile, lists, *rest, may_yield=may_yield)
+    if may_yield:
+        pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
+        if copies:
+            pool, page_table = dequantize.dequantize(
+                cache, plan, q.dtype, lists, union_tokens=tile.cost
+            )
+            scratch_bytes -= pool.k.nbytes + pool.v.nbytes
         else:
-            partial_bytes = min(scratch_bytes, twin.PARTIAL_BYTES)
-            twin_kv_major.attend(queries, *picks, partial_bytes=partial_bytes)
-    if own_out is not out:
-        out.copy_(own_out)
-    if own_lse is not lse and own_lse is not None and lse is not None:
-        lse.copy_(own_lse)
+            tails = union.make_tails(cache, plan)
+        queries = _for_bulk_copies(q, pool.format.storage_dtype)
+        picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
+        _attend_by_block(queries, *picks, tails=tails, scratch_bytes=scratch_bytes)
+    own.copy_back()
+
+
+def _attend_by_block(
+    queries: torch.Tensor,
+    pool: KVCache,
+    page_table: torch.Tensor,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    *rest: Any,
+    tails: union.Tails | None,
+    scratch_bytes: int,
+) -> None:
+    """The other schedule's launches; they return at once where union tiles do not."""
+    picks = (queries, pool, page_table, block_ids, plan, *rest)
+    if kv_major.can_serve(plan, block_ids.shape[2]):
+        partial_bytes = min(scratch_bytes, kv_major.PARTIAL_BYTES)
+        kv_major.attend(*picks, tails=tails, partial_bytes=partial_bytes)
+    else:
+        partial_bytes = min(scratch_bytes, twin.PARTIAL_BYTES)
+        twin_kv_major.attend(*picks, partial_bytes=partial_bytes)
+
+
+class _Output:
+    """Contiguous outputs: the caller's own where they are."""
+
+    def __init__(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        self.asked = [x for x in (out, lse) if x is not None]
+        self.out, self.lse = out.contiguous(), None if lse is None else lse.contiguous()
+
+    def copy_back(self) -> None:
+        for asked, made in zip(self.asked, (self.out, self.lse), strict=False):
+            if made is not None and made is not asked:
+                decline()
+                asked.copy_(made)
 
 
 def _for_bulk_copies(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The queries where the copy engine can fetch them; a copy, if they are not there."""
     queries = q.to(dtype).contiguous()
-    return queries.clone() if queries.data_ptr() % 16 else queries
+    queries = queries.clone() if queries.data_ptr() % 16 else queries
+    if queries is not q:
+        decline()
+    return queries
 
 
 def _attend_few(
@@ -103,11 +180,11 @@ def _attend_few(
 ) -> None:
     """The launches of a step of few query tokens for each request."""
     slots = block_ids.shape[2]
-    is_read = can_read(cache) and _are_near(q, out)
-    rows = verify.choose(plan, slots)
-    if rows is not None and is_read and verify.pays(plan, slots):
+    is_read = _is_read(q, cache, out)
+    rows = few_rows.choose(plan, slots)
+    if rows is not None and is_read and few_rows.pays(plan, slots):
         lists = attend_union.make_lists(block_ids, cache, plan, rows.tokens, rows.tokens)
-        verify.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
+        few_rows.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
         return
     tile = decode.choose(plan, slots)
     if tile is None or not (is_read and decode.pays(plan, tile, slots)):
@@ -116,6 +193,7 @@ def _attend_few(
     decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)
 
 
-def _are_near(*tensors: torch.Tensor) -> bool:
-    """From one head of a token to another it is less than 2^31 elements."""
-    return all(x.shape[1] * x.stride(1) < 1 << 31 for x in tensors)
+def _is_read(q: torch.Tensor, cache: KVCache, out: torch.Tensor) -> bool:
+    """As the kernels in equal shares read: from one head of a token to another it is less than 2^31
+    elements."""
+    return can_read(cache) and all(x.shape[1] * x.stride(1) < 1 << 31 for x in (q, out))

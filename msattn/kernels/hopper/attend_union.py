@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...cache import KVCache, Scale
 from ...config import MSAConfig
@@ -31,7 +32,7 @@ from ...plan import Plan
 from ..triton import launch
 from ..triton.attend_union import MAX_LIST, Lists
 from ..triton.recording import start
-from ..triton.tiles import PICK_COST
+from ..triton.tiles import PICK_COST, follow
 
 ROWS = gl.constexpr(64)
 """Query rows of a consumer: the least that a warpgroup multiplies."""
@@ -335,6 +336,8 @@ def _union_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """out = softmax(scale * q K^T) V over the listed blocks of each row; programs take tiles."""
+    gdc_wait()
+    gdc_launch_dependents()
     if MAY_YIELD and yields(overlap_ptr, COST):
         return
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -430,8 +433,10 @@ def _tails_kernel(
     num_pages,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """tails = the last page of a request, zeros behind its last token; one program: one KV head."""
+    follow(FOLLOWS)
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + request)
     block, used = seq_len // PAGE, seq_len % PAGE
@@ -584,6 +589,7 @@ def attend(
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[tile.consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
+        launch_pdl=True,
     )
 
 
@@ -604,6 +610,7 @@ def make_tails(cache: KVCache, plan: Plan) -> Tails:
         num_pages=cache.num_pages,
         PAGE=BLOCK.value,
         WIDTH=D.value,
+        **launch.follow_arguments(cache.device),
         num_warps=8,
     )
     k, v = (descriptor(side, shape[1:], D.value, (BLOCK.value, D.value)) for side in tails)

@@ -42,10 +42,6 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"{fmt} caches are for the reference alone")
     if dtype is not None and dtype not in _QUERY_DTYPES:
         reasons.append(f"queries are {dtype}; tensor cores take 16 bits")
-    length = problem.max_query_len
-    if length is not None and MAX_FEW_QUERIES < length < MIN_QUERY_LEN:
-        between = f"{MAX_FEW_QUERIES + 1} to {MIN_QUERY_LEN - 1}"
-        reasons.append(f"requests of {between} query tokens fill no tile of decode or prefill")
     return reasons
 
 

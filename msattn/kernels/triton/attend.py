@@ -79,7 +79,7 @@ def issue(
     tokens = config.tokens
     lists = attend_union.make_lists(block_ids, cache, plan, tokens, tokens, of_copy=copies)
     if copies:
-        cache, page_table = dequantize.dequantize(cache, plan, q.dtype, lists.chosen)
+        cache, page_table = dequantize.dequantize(cache, plan, q.dtype, lists)
         partial_bytes = min(PARTIAL_BYTES, SCRATCH_BYTES - cache.k.nbytes - cache.v.nbytes)
     may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
     attend_union.attend(

@@ -26,6 +26,7 @@ from .tiles import (
     NVFP4,
     NVFP4_FACTOR,
     column_of,
+    follow,
     fp8_to_fp16,
     load_k_tile,
     load_scale,
@@ -86,8 +87,10 @@ def _count_kernel(
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """counts[chunk, head, request, block] = picks; one program: TOKENS tokens of one head."""
+    follow(FOLLOWS)
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     head, num_heads = tl.program_id(1), tl.num_programs(1)
@@ -131,8 +134,10 @@ def _starts_kernel(
     UNION_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     ITEM: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """starts = entries, and items of ITEM of them, before a row; one program: ROWS rows."""
+    follow(FOLLOWS)
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     group = tl.program_id(1)
@@ -184,12 +189,14 @@ def _fill_kernel(
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     ITEM: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """entries[start of the block + rank] = pick; every ITEM picks of a block are an item.
 
     A pick sees the keys of its block up to its token + the item's limit. One program: TOKENS tokens
     of a head.
     """
+    follow(FOLLOWS)
     if not shares_little(overlap_ptr, UNION_TOKENS):
         return
     head, num_heads = tl.program_id(1), tl.num_programs(1)
@@ -558,6 +565,7 @@ def reverse_index(
         "num_slots": slots,
         "chunk_tokens": chunk_tokens,
     }
+    choice = choice | launch.follow_arguments(plan.device)
     grid = (triton.cdiv(rows, tokens), heads)
     start(
         _count_kernel,

@@ -70,7 +70,7 @@ def _union_lists_kernel(
     counts_ptr,  # [tiles, Hkv] int32
     tiles_ptr,  # [tiles, 4] int32: request, first row, end of the request's rows, KV length
     overlap_ptr,  # [2] int32, zeros: entries of all lists, once for each part, and picks
-    chosen_ptr,  # [Hkv, R, B] int32, zeros, OF_COPY only: 1 for a block in any list
+    chosen_ptr,  # [Hkv, R, B] int32, zeros, MARKS only: 1 for a block in any list
     num_requests,
     num_blocks,
     num_pages,
@@ -81,6 +81,7 @@ def _union_lists_kernel(
     TOKENS: tl.constexpr,  # of a tile, rounded up to a power of two
     SLOTS: tl.constexpr,  # K rounded up to a power of two
     OF_COPY: tl.constexpr,  # pages are those of the copy that dequantize makes
+    MARKS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
     """list = sorted(union of the visible, mapped blocks of a tile's tokens)
@@ -127,10 +128,10 @@ def _union_lists_kernel(
     _, tokens = tl.associative_scan((block, 1 << token), 0, _join_run, reverse=True)
     first = listed & (rank_in_run == 1)
     at = tl.cumsum(first.to(tl.int32), 0) - 1
-    if OF_COPY:
-        page = request * num_blocks + block
+    page = request * num_blocks + block
+    if MARKS:
         tl.store(chosen_ptr + head * num_requests * num_blocks + page, 1, mask=first)
-    else:
+    if not OF_COPY:
         page = tl.load(page_table_ptr + request * stride_table + block, mask=first, other=0)
     tl.store(entries_ptr + out * max_list + at, (block << 16) | tokens, mask=first)
     tl.store(pages_ptr + out * max_list + at, page, mask=first)
@@ -521,18 +522,21 @@ def make_lists(
     part: int,
     *,
     of_copy: bool = False,
+    for_copy: bool = False,
 ) -> Lists:
     """The lists of tiles of ``tokens`` tokens, of which ``part`` are multiplied together.
 
     Args:
         of_copy: pages are those of the copy of the cache that :mod:`.dequantize` makes.
+        for_copy: of the pool's own pages, but blocks are marked for a copy, too.
     """
     tiles, slots = plan.tiles(tokens), block_ids.shape[2]
     groups = (len(tiles.request), plan.config.num_kv_heads)
     entries, pages = plan.workspace("lists", (2, *groups, tokens * max(slots, 1)), torch.int32)
     counts = plan.workspace("list_counts", groups, torch.int32)
     facts = plan.workspace("list_tiles", (groups[0], 4), torch.int32)
-    blocks = plan.config.num_kv_heads * plan.num_requests * plan.num_blocks if of_copy else 0
+    marks = of_copy or for_copy
+    blocks = plan.config.num_kv_heads * plan.num_requests * plan.num_blocks if marks else 0
     zeros = plan.workspace("list_zeros", (2 + blocks,), torch.int32)
     zero(zeros)
     overlap, chosen = zeros.split((2, blocks))
@@ -563,6 +567,7 @@ def make_lists(
         TOKENS=padded_tokens,
         SLOTS=padded,
         OF_COPY=of_copy,
+        MARKS=marks,
         **launch.follow_arguments(block_ids.device),
         # One warp sorts by shuffles alone; more would meet at barriers.
         num_warps=max(1, padded_tokens * padded // 256),

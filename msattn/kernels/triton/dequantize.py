@@ -16,8 +16,9 @@ from ...config import BLOCK_SIZE
 from ...kv_format import KVFormat
 from ...plan import Plan
 from . import launch
+from .attend_union import Lists
 from .recording import start
-from .tiles import BLOCK, NVFP4, NVFP4_FACTOR, load_narrow_tile
+from .tiles import BLOCK, NVFP4, NVFP4_FACTOR, follow, load_narrow_tile, shares_little
 
 MIN_QUERY_LEN = 32
 """Query tokens of a request from which a page is read by several tiles."""
@@ -41,6 +42,7 @@ def _dequantize_kernel(
     chosen_ptr,  # [Hkv, R, B] int32: 1 for a block that a token chose
     scratch_ptr,  # [R * B, Hkv, 128, 2 * D] 16 bit
     scratch_table_ptr,  # [R, B] int32
+    overlap_ptr,  # [2] int32: entries and picks of the union lists, UNION_TOKENS > 0 only
     num_blocks,
     num_pages,
     D: tl.constexpr,
@@ -48,11 +50,17 @@ def _dequantize_kernel(
     E5M2: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     COMPUTE: tl.constexpr,
+    UNION_TOKENS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """scratch[request, block] = page of a chosen block; one program: one block of one KV head.
 
-    The cache's factors stay outside, with the softmax scale and the output.
+    The cache's factors stay outside, with the softmax scale and the output. With UNION_TOKENS, only
+    where union tiles of that cost yield to KV-major.
     """
+    follow(FOLLOWS)
+    if UNION_TOKENS > 0 and not shares_little(overlap_ptr, UNION_TOKENS):
+        return
     block, request, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_keys = tl.load(seq_lens_ptr + request) - block * BLOCK
     page = tl.load(page_table_ptr + request * stride_table + block).to(tl.int64)
@@ -97,11 +105,14 @@ def pays(cache: KVCache, plan: Plan) -> bool:
 
 
 def dequantize(
-    cache: KVCache, plan: Plan, query_dtype: torch.dtype, chosen: torch.Tensor
+    cache: KVCache, plan: Plan, query_dtype: torch.dtype, lists: Lists, *, union_tokens: float = 0
 ) -> tuple[KVCache, torch.Tensor]:
-    """A 16 bit cache of the chosen blocks, and the page table ``[R, B]`` that goes with it.
+    """A 16 bit cache of the listed blocks, and the page table ``[R, B]`` that goes with it.
 
     In the queries' own dtype where that has 16 bits: fp8 and NVFP4 numbers are exact in both.
+
+    Args:
+        union_tokens: of the tiles that read the pool itself; the copy is made where they yield.
     """
     fmt = KVFormat.parse("bf16" if query_dtype == torch.bfloat16 else "fp16")
     config = plan.config
@@ -116,13 +127,16 @@ def dequantize(
         seq_lens_ptr=plan.seq_lens,
         page_table_ptr=plan.page_table,
         stride_table=plan.page_table.stride(0),
-        chosen_ptr=chosen,
+        chosen_ptr=lists.chosen,
         scratch_ptr=scratch,
         scratch_table_ptr=table,
+        overlap_ptr=lists.overlap,
         num_blocks=blocks,
         num_pages=cache.num_pages,
         D=config.head_dim,
         **launch.format_arguments(cache.format, cache.device),
+        UNION_TOKENS=union_tokens,
+        **launch.follow_arguments(cache.device),
         num_warps=8,
     )
     scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import cache
 
 import torch
@@ -31,8 +32,12 @@ def scale_arguments(name: str, scale: Scale, *, slots: bool = True) -> dict[str,
 
 
 def follow_arguments(device: torch.device) -> dict[str, object]:
-    """Of kernels that call ``tiles.follow``: whether they start under the end of the one before."""
-    follows = has_dependent_launch(capability(device))
+    """Of kernels that call ``tiles.follow``: whether they start under the end of the one before.
+
+    Launches of the interpreter follow one another.
+    """
+    is_compiled = os.environ.get("TRITON_INTERPRET") != "1"
+    follows = is_compiled and has_dependent_launch(capability(device))
     return {"FOLLOWS": True, "launch_pdl": True} if follows else {"FOLLOWS": False}
 
 

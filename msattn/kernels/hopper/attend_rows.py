@@ -1,11 +1,12 @@
-"""Verification on Hopper: the blocks that a request's tokens chose are read, and widened, once.
+"""Some tokens of a request on Hopper: the blocks that they chose are read, and widened, once.
 
 Programs take equal shares of the step's blocks (:mod:`.shares`). A tile has the rows of two
 consumer warpgroups, up to 64 each: EACH tokens of GROUP_ROWS query heads. Queries are the rows of
 the products, as in prefill (:mod:`.attend_union`): a page in shared memory is an operand as it
 lies, and each consumer skips the blocks that none of its tokens chose. The producer is that of
 decode (:mod:`.page_ring`). Narrow pages go through one more warpgroup, which turns them into
-16 bits for both consumers.
+16 bits for both consumers. For verification, and for prompts too short to fill the programs of
+prefill with whole tiles.
 
 ``kernels/triton/attend_union.py`` is the twin, and makes the lists.
 """
@@ -25,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ... import env
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from ..triton import launch
@@ -33,14 +33,17 @@ from ..triton.attend_union import MAX_LIST, Lists
 from ..triton.recording import start
 from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_decode import SHARED_BYTES, is_few
-from .attend_union import BLOCK, LN2, ROWS, D, load_factor, rows_of_a_token
+from .attend_union import BLOCK, LN2, ROW_COST, ROWS, D, load_factor, rows_of_a_token, yields
 from .narrow import widen, widen_fp8, widen_nvfp4
 from .page_ring import first_token_of, load_pages, page_of, step_arguments
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
+from .support import MIN_QUERY_LEN
 
 CONSUMERS = 2
-MIN_TOKENS = 4
-"""Of a request: of fewer, most rows would be padding."""
+MIN_TOKENS = 8
+"""Of a request, rounded up to a power of two: of fewer, half of the rows are padding."""
+MAX_PROMPT_TOKENS = 384
+"""Of a step with a prompt: more of them fill the programs of prefill."""
 MAX_TOKENS = 16
 """Of a tile: bits of a list's entry."""
 PAGES = {False: 6, True: 4}
@@ -261,7 +264,7 @@ def _widen_pages(
 @gluon.jit(
     do_not_specialize=["num_units", "max_list", "min_share", "cut_cost"]
 )  # fmt: skip
-def _verify_kernel(
+def _rows_kernel(
     q_ptr,  # [T, Hq, 128]; e4m3 as bytes
     stride_q_t,
     stride_q_h,
@@ -291,6 +294,7 @@ def _verify_kernel(
     partial_out_ptr,  # [programs, 2, CONSUMERS, 64, 128] fp32
     partial_state_ptr,  # [programs, 2, CONSUMERS, 2, 64] fp32: maximum, sum
     arrivals_ptr,  # [tiles, Hkv, CONSUMERS] int32, zeros between launches
+    overlap_ptr,  # MAY_YIELD only
     num_units,
     num_heads,
     max_list,
@@ -311,11 +315,17 @@ def _verify_kernel(
     K_SCALE_ON_DEVICE: gl.constexpr,
     V_SCALE_ON_DEVICE: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    MAY_YIELD: gl.constexpr,
+    COST: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     CONVERTER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """out = softmax(scale * q K^T) V over the listed blocks of each row; equal shares of entries"""
+    gdc_wait()
+    gdc_launch_dependents()
+    if MAY_YIELD and yields(overlap_ptr, COST):
+        return
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     boxes: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -343,8 +353,6 @@ def _verify_kernel(
             mbarrier.init(narrow_empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    gdc_wait()
-    gdc_launch_dependents()
     share, at, end, unit, before = find_share(
         counts_ptr, tile_request_ptr, 0, num_units, num_heads, 0, min_share, cut_cost, 4, False
     )
@@ -433,6 +441,11 @@ class Tile(NamedTuple):
     def tokens(self) -> int:
         return self.each * CONSUMERS
 
+    @property
+    def cost(self) -> float:
+        """Of a block that a consumer multiplies, in the twin's rows of a union tile."""
+        return self.each * ROW_COST
+
 
 def choose(plan: Plan, slots: int) -> Tile | None:
     """The tile for requests of so many tokens; None where its lists would be too long."""
@@ -443,8 +456,18 @@ def choose(plan: Plan, slots: int) -> Tile | None:
 
 
 def pays(plan: Plan, slots: int) -> bool:
-    """Requests have tokens enough, and there are blocks enough to make lists of."""
-    return env.VERIFY_ROWS and plan.query_len_class >= MIN_TOKENS and not is_few(plan, slots)
+    """Requests have tokens enough to fill the rows, and there are blocks enough to make lists of.
+
+    With half of the rows empty, NVFP4 still gains: what is multiplied is decoded once.
+    """
+    least = MIN_TOKENS // 2 if plan.kv_format.scale_group else MIN_TOKENS
+    return plan.query_len_class >= least and not is_few(plan, slots)
+
+
+def pays_for_prompt(plan: Plan, slots: int) -> bool:
+    """The step has fewer tokens than the tiles of prefill need, but more than few."""
+    is_short = plan.max_query_len < MIN_QUERY_LEN or plan.max_rows <= MAX_PROMPT_TOKENS
+    return is_short and not is_few(plan, slots)
 
 
 def attend(
@@ -457,19 +480,21 @@ def attend(
     q_scale: Scale,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    may_yield: bool = False,
 ) -> None:
-    """:func:`msattn.attend` over the lists, in one launch."""
+    """:func:`msattn.attend` over the lists, in one launch; nothing where they yield to KV-major."""
     config, tiles = plan.config, plan.tiles(tile.tokens)
     units = (len(tiles.request), config.num_kv_heads)
     most = units[0] * units[1] * lists.entries.shape[2]
     programs = max(1, min(launch.num_processors(q.device), most // MIN_SHARE))
     parts = (programs, 2, CONSUMERS)
-    partial_out = plan.workspace("verify_out", (*parts, ROWS.value, D.value), torch.float32)
-    partial_state = plan.workspace("verify_state", (*parts, 2, ROWS.value), torch.float32)
-    arrivals = plan.workspace("verify_arrivals", (*units, CONSUMERS), torch.int32)
+    partial_out = plan.workspace("rows_out", (*parts, ROWS.value, D.value), torch.float32)
+    partial_state = plan.workspace("rows_state", (*parts, 2, ROWS.value), torch.float32)
+    arrivals = plan.workspace("rows_arrivals", (*units, CONSUMERS), torch.int32)
     is_narrow = cache.format.storage_dtype.itemsize == 1
     start(
-        _verify_kernel,
+        _rows_kernel,
         (programs,),
         **step_arguments(q, cache, plan, tiles, softmax_scale, q_scale, out, lse),
         entries_ptr=lists.entries,
@@ -478,12 +503,15 @@ def attend(
         partial_out_ptr=partial_out,
         partial_state_ptr=partial_state,
         arrivals_ptr=arrivals,
+        overlap_ptr=lists.overlap,
         max_list=lists.entries.shape[2],
         CONSUMERS=CONSUMERS,
         EACH=tile.each,
         GROUP_ROWS=tile.group_rows,
         PAGES=PAGES[is_narrow],
         STAGES=_stages(cache.format.bytes_per_page(config) // (2 * config.num_kv_heads)),
+        MAY_YIELD=may_yield,
+        COST=tile.cost,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[is_narrow],
         CONVERTER_REGISTERS=CONVERTER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
