@@ -28,7 +28,7 @@ from msattn.kernels.hopper import (
     page_ring,
     shares,
 )
-from msattn.kernels.triton import launch
+from msattn.kernels.triton import dequantize, launch
 from msattn.testing import compare
 from msattn.testing.cases import CASES, LAYOUTS, Case, make_config
 from msattn.testing.compare import assert_bitwise_equal
@@ -152,6 +152,7 @@ def test_short_prompts(
     """In equal shares; where tokens share little, nothing of them, but each block for its picks."""
     monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", 0)
     monkeypatch.setattr(attend, "FEW_TOKENS", 0)
+    monkeypatch.setattr(dequantize, "MIN_QUERY_LEN", 1)
     monkeypatch.setattr(launch, "num_processors", lambda device: 3)
     case = Case("short", (21, 17), (400, 131), make_config(8, 2, topk=4), spare_rows=2)
     inputs = make(case, kv_format=kv_format, scales="0d")

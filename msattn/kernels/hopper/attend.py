@@ -105,7 +105,12 @@ def _attend_short(
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     lists = attend_union.make_lists(
-        block_ids, cache, plan, tile.tokens, tile.each, for_copy=copies and may_yield
+        block_ids,
+        cache,
+        plan,
+        tile.tokens,
+        tile.each if may_yield else 0,
+        for_copy=copies and may_yield,
     )
     own = _Output(out, lse)
     rest = (softmax_scale, q_scale, own.out, own.lse)
@@ -183,7 +188,7 @@ def _attend_few(
     is_read = _is_read(q, cache, out)
     rows = few_rows.choose(plan, slots)
     if rows is not None and is_read and few_rows.pays(plan, slots):
-        lists = attend_union.make_lists(block_ids, cache, plan, rows.tokens, rows.tokens)
+        lists = attend_union.make_lists(block_ids, cache, plan, rows.tokens)
         few_rows.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
         return
     tile = decode.choose(plan, slots)

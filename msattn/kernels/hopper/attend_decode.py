@@ -48,6 +48,8 @@ MAX_TOKENS = 8
 """Of a tile: more of them share too little."""
 DIRECT_ENTRIES = 20
 """Entries of a program up to which each token is a tile: lists would take longer than they save."""
+NVFP4_ENTRY = 1.6
+"""An entry that is decoded from NVFP4, in others."""
 MAX_DIRECT_SLOTS = 64
 PROGRAMS = 2
 """Of a multiprocessor, with one consumer each; programs of two consumers have it alone."""
@@ -138,12 +140,26 @@ def _attend_columns(
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
-        first_row = gl.load(tile_row_ptr + tile)
+        first_row = tile if DIRECT else gl.load(tile_row_ptr + tile)
         ids = block_ids_ptr + first_row.to(gl.int64) * stride_ids_t + head * stride_ids_h
         request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
         seq_len = gl.load(seq_lens_ptr + request)
         end_row = gl.load(cu_seqlens_ptr + request + 1)
         first_position = seq_len - (end_row - first_row)
+        r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, whole))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, whole))
+        row = first_row + CONSUMER * EACH + r // GROUP_ROWS
+        q_head = head * GROUP + r % GROUP_ROWS
+        live = r % GROUP_ROWS < GROUP
+        if not DIRECT:
+            live &= row < end_row
+        q = gl.load(
+            q_ptr
+            + (row.to(gl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
+            + (d * stride_q_d)[None, :],
+            mask=live[:, None],
+            other=0,
+        )
         group = unit.to(gl.int64) * max_list
         pages, count = 0, 0
         if DIRECT:
@@ -153,19 +169,6 @@ def _attend_columns(
             )  # fmt: skip
         else:
             count = gl.load(counts_ptr + unit)
-
-        r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, whole))
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, whole))
-        row = first_row + CONSUMER * EACH + r // GROUP_ROWS
-        q_head = head * GROUP + r % GROUP_ROWS
-        live = (row < end_row) & (r % GROUP_ROWS < GROUP)
-        q = gl.load(
-            q_ptr
-            + (row.to(gl.int64) * stride_q_t + q_head * stride_q_h)[:, None]
-            + (d * stride_q_d)[None, :],
-            mask=live[:, None],
-            other=0,
-        )
         if FP8_QUERY:
             q = widen(q, False)
         q = (q.to(gl.float32) * SIGN).to(DTYPE)
@@ -512,7 +515,8 @@ def pays(plan: Plan, tile: Tile, slots: int) -> bool:
 
 def is_few(plan: Plan, slots: int) -> bool:
     """Each token is a tile: making lists would take longer than they save."""
-    return _entries_of_a_program(plan, slots) <= DIRECT_ENTRIES
+    each = NVFP4_ENTRY if plan.kv_format.scale_group else 1
+    return each * _entries_of_a_program(plan, slots) <= DIRECT_ENTRIES
 
 
 def _entries_of_a_program(plan: Plan, slots: int) -> float:
@@ -535,7 +539,7 @@ def attend(
     """:func:`msattn.attend` in one launch, behind one for lists where tiles have several tokens."""
     config, slots, tiles = plan.config, block_ids.shape[2], plan.tiles(tile.tokens)
     direct = tile.tokens == 1
-    lists = None if direct else make_lists(block_ids, cache, plan, tile.tokens, tile.tokens)
+    lists = None if direct else make_lists(block_ids, cache, plan, tile.tokens)
     units = (len(tiles.request), config.num_kv_heads)
     most = units[0] * units[1] * max(slots, 1) * tile.tokens
     programs = max(1, min(tile.programs * launch.num_processors(q.device), most // MIN_SHARE))

@@ -46,10 +46,10 @@ def own_pages(
     for i in gl.static_range(SLOTS - 1):
         earlier = gl.load(ids + i * stride_ids_k, mask=i < num_slots, other=-1)
         is_new = is_new & ((block != earlier) | (slot <= i))
+    # Looked up before the position is there: a load less to wait for.
+    page = gl.load(table + block, mask=is_new & (block >= 0) & (block < num_blocks), other=-1)
     # An arithmetic shift: position -1 sees blocks up to -1, which is none.
-    seen = is_new & (block >= 0) & (block <= (position >> 7)) & (block < num_blocks)
-    page = gl.load(table + block, mask=seen, other=-1)
-    return gl.where(page < num_pages, page, -1)
+    return gl.where((block <= (position >> 7)) & (page < num_pages), page, -1)
 
 
 @gluon.jit
@@ -121,7 +121,8 @@ def load_pages(
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
-        row = gl.load(tile_row_ptr + tile)
+        # A tile of one token has that token's number: its ids can be asked for at once.
+        row = tile if DIRECT else gl.load(tile_row_ptr + tile)
         ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
         request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
         seq_len = gl.load(seq_lens_ptr + request)

@@ -77,11 +77,12 @@ def issue(
         return
     partial_bytes, copies = PARTIAL_BYTES, dequantize.pays(cache, plan)
     tokens = config.tokens
-    lists = attend_union.make_lists(block_ids, cache, plan, tokens, tokens, of_copy=copies)
+    may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
+    part = tokens if may_yield else 0
+    lists = attend_union.make_lists(block_ids, cache, plan, tokens, part, of_copy=copies)
     if copies:
         cache, page_table = dequantize.dequantize(cache, plan, q.dtype, lists)
         partial_bytes = min(PARTIAL_BYTES, SCRATCH_BYTES - cache.k.nbytes - cache.v.nbytes)
-    may_yield = plan.max_query_len >= MIN_QUERY_LEN and attend_kv_major.can_serve(plan, slots)
     attend_union.attend(
         q, cache, page_table, block_ids, plan, config, lists, *rest, may_yield=may_yield
     )

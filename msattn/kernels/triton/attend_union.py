@@ -69,7 +69,7 @@ def _union_lists_kernel(
     pages_ptr,  # [tiles, Hkv, TOKENS * K] int32
     counts_ptr,  # [tiles, Hkv] int32
     tiles_ptr,  # [tiles, 4] int32: request, first row, end of the request's rows, KV length
-    overlap_ptr,  # [2] int32, zeros: entries of all lists, once for each part, and picks
+    overlap_ptr,  # [2] int32, zeros: entries of all lists, once for each part, and picks; PART only
     chosen_ptr,  # [Hkv, R, B] int32, zeros, MARKS only: 1 for a block in any list
     num_requests,
     num_blocks,
@@ -77,7 +77,7 @@ def _union_lists_kernel(
     num_slots,
     max_list,
     TILE: tl.constexpr,  # tokens of a tile
-    PART: tl.constexpr,  # tokens that are multiplied together; a tile has some parts
+    PART: tl.constexpr,  # tokens of a tile that are multiplied together; 0: no overlap is asked for
     TOKENS: tl.constexpr,  # of a tile, rounded up to a power of two
     SLOTS: tl.constexpr,  # K rounded up to a power of two
     OF_COPY: tl.constexpr,  # pages are those of the copy that dequantize makes
@@ -137,12 +137,13 @@ def _union_lists_kernel(
     tl.store(pages_ptr + out * max_list + at, page, mask=first)
     count = tl.sum(first.to(tl.int32), 0)
     tl.store(counts_ptr + out, count)
-    multiplied = 0
-    for part in tl.static_range(TILE // PART):
-        chosen = ((tokens >> (part * PART)) & ((1 << PART) - 1)) != 0
-        multiplied += tl.sum((first & chosen).to(tl.int32), 0)
-    tl.atomic_add(overlap_ptr, multiplied, sem="relaxed")
-    tl.atomic_add(overlap_ptr + 1, tl.sum(listed.to(tl.int32), 0), sem="relaxed")
+    if PART > 0:
+        multiplied = 0
+        for part in tl.static_range(TILE // PART):
+            chosen = ((tokens >> (part * PART)) & ((1 << PART) - 1)) != 0
+            multiplied += tl.sum((first & chosen).to(tl.int32), 0)
+        tl.atomic_add(overlap_ptr, multiplied, sem="relaxed")
+        tl.atomic_add(overlap_ptr + 1, tl.sum(listed.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
@@ -510,7 +511,9 @@ class Lists(NamedTuple):
     pages: torch.Tensor  # [tiles, Hkv, tokens * K] int32
     counts: torch.Tensor  # [tiles, Hkv] int32
     tiles: torch.Tensor  # [tiles, 4] int32: request, first row, end of its rows, KV length
-    overlap: torch.Tensor  # [2] int32: entries of all lists, once for each part, and picks
+    overlap: (
+        torch.Tensor
+    )  # [2] int32: entries of all lists, once for each part, and picks; if asked
     chosen: torch.Tensor  # [Hkv * R * B] int32: 1 for a block in any list; empty, if not of a copy
 
 
@@ -519,14 +522,15 @@ def make_lists(
     cache: KVCache,
     plan: Plan,
     tokens: int,
-    part: int,
+    part: int = 0,
     *,
     of_copy: bool = False,
     for_copy: bool = False,
 ) -> Lists:
-    """The lists of tiles of ``tokens`` tokens, of which ``part`` are multiplied together.
+    """The lists of tiles of ``tokens`` tokens.
 
     Args:
+        part: tokens that are multiplied together, where the overlap is asked for.
         of_copy: pages are those of the copy of the cache that :mod:`.dequantize` makes.
         for_copy: of the pool's own pages, but blocks are marked for a copy, too.
     """
@@ -538,7 +542,8 @@ def make_lists(
     marks = of_copy or for_copy
     blocks = plan.config.num_kv_heads * plan.num_requests * plan.num_blocks if marks else 0
     zeros = plan.workspace("list_zeros", (2 + blocks,), torch.int32)
-    zero(zeros)
+    if part or marks:
+        zero(zeros)
     overlap, chosen = zeros.split((2, blocks))
     padded, padded_tokens = launch.power_of_two_above(slots), launch.power_of_two_above(tokens)
     start(
