@@ -241,7 +241,7 @@ def index_calls(
     module = import_module(f"msattn.kernels.{impl}.indexer")
     function = getattr(module, stage.removeprefix("chunked_").removeprefix("compact_"))
     compact = stage == "compact_index_select"
-    import_module("msattn.kernels.triton.indexer_compact").MIN_SPARED_PAGES = -math.inf
+    import_module("msattn.kernels.triton.indexer_compact").MIN_PAGES = 0
     # Rows of 32 scores for each head: three chunks of a few rows.
     limit = 4 * 32 * CONFIG.num_index_heads * -(-rows // 3) if "chunked" in stage else 256 << 20
     import_module("msattn.kernels.triton.indexer").SCORE_BYTES = limit

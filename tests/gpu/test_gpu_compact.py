@@ -46,6 +46,12 @@ def plain(index: msattn.IndexCache) -> msattn.IndexCache:
     return msattn.IndexCache(index.tensor, index.format)
 
 
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it does not pay."""
+    monkeypatch.setattr(indexer_compact, "MIN_PAGES", 0)
+
+
 @pytest.mark.parametrize("query_len", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

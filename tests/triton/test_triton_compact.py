@@ -24,7 +24,7 @@ CASE = Case("steps", (1, 3, 8, 1, 1, 2), (2500, 1408, 700, 300, 0, 129), CONFIG,
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy serves small steps, too."""
-    monkeypatch.setattr(indexer_compact, "MIN_SPARED_PAGES", -math.inf)
+    monkeypatch.setattr(indexer_compact, "MIN_PAGES", 0)
 
 
 def with_keys(kind: str, case: Case, dtype: torch.dtype, seed: int, device: torch.device) -> Inputs:

@@ -33,12 +33,9 @@ from .tiles import BLOCK, nearest, page_of_block, rotate, row_position
 
 MAX_ROWS = 32
 """Of a tile: query tokens of a request x index heads."""
-RESCORED_BLOCKS = 75
-"""Of a request, whose keys are read besides the copy: counted where keys are random, the worst but
-for keys made to be; see benchmarks/compact_keys.py."""
-MIN_SPARED_PAGES = 1200
-"""Of a step, from which reading fewer pays for two launches more and what they wait for: 39 MB are
-9 us at an H200's memory speed. A prediction; not measured yet."""
+MIN_PAGES = 80 << 10
+"""Of a step's requests, from which reading their copies pays: on an H200 a page's keys take 7.2 ns,
+its copy 6.3, and the launches besides and the blocks that are scored from their keys 62 us."""
 
 _LIST_CHUNK = tl.constexpr(64)
 """Blocks of a program of which one look at the bounds tells whether they can be selected."""
@@ -317,10 +314,8 @@ def pays(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> bool:
     """The copy is there, can stand for these keys and queries, and sparing reads is worth it."""
     if index.compact is None or index_q.dtype != index.tensor.dtype:
         return False
-    heads, dim = index_q.shape[1:]
-    spared = plan.num_blocks * (1 - (dim + 4) / (2 * dim)) - RESCORED_BLOCKS
-    rows = plan.max_query_len * power_of_two_above(heads)
-    return rows <= MAX_ROWS and plan.num_requests * spared >= MIN_SPARED_PAGES
+    rows = plan.max_query_len * power_of_two_above(index_q.shape[1])
+    return rows <= MAX_ROWS and plan.num_requests * plan.num_blocks >= MIN_PAGES
 
 
 def score_rows(
