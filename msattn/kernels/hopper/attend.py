@@ -27,8 +27,8 @@ from .page_ring import can_read
 from .support import MAX_FEW_QUERIES, MIN_QUERY_LEN
 
 FEW_TOKENS = 256
-"""Of a step: of so few, the other schedule's launches would cost 9 us where they return at once, a
-seventh of the time, and spare as much as that where tokens share nothing, in narrow pools."""
+"""Of a step with short prompts, up to which KV-major is no alternative: where its launches return at
+once they take 9 us, a seventh of the time."""
 
 
 def attend(
@@ -99,34 +99,30 @@ def _attend_short(
     """The launches of a prompt whose tiles are too few: in equal shares, or by block."""
     slots, page_table = block_ids.shape[2], plan.page_table
     tile, copies = few_rows.choose(plan, slots), dequantize.pays(cache, plan)
-    may_yield = plan.max_rows > FEW_TOKENS and twin_kv_major.can_serve(plan, slots)
-    may_yield = may_yield and (copies or union.can_read(cache))
     if tile is None:
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
-    lists = attend_union.make_lists(
-        block_ids,
-        cache,
-        plan,
-        tile.tokens,
-        tile.each if may_yield else 0,
-        for_copy=copies and may_yield,
-    )
+    tokens = tile.tokens
+    may_yield = plan.max_rows > FEW_TOKENS and twin_kv_major.can_serve(plan, slots)
+    if not may_yield or not (copies or union.can_read(cache)):
+        lists = attend_union.make_lists(block_ids, cache, plan, tokens)
+        few_rows.attend(q, cache, plan, tile, lists, softmax_scale, q_scale, out, lse)
+        return
+    lists = attend_union.make_lists(block_ids, cache, plan, tokens, tile.each, for_copy=copies)
     own = _Output(out, lse)
     rest = (softmax_scale, q_scale, own.out, own.lse)
-    few_rows.attend(q, cache, plan, tile, lists, *rest, may_yield=may_yield)
-    if may_yield:
-        pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
-        if copies:
-            pool, page_table = dequantize.dequantize(
-                cache, plan, q.dtype, lists, union_tokens=tile.cost
-            )
-            scratch_bytes -= pool.k.nbytes + pool.v.nbytes
-        else:
-            tails = union.make_tails(cache, plan)
-        queries = _for_bulk_copies(q, pool.format.storage_dtype)
-        picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
-        _attend_by_block(queries, *picks, tails=tails, scratch_bytes=scratch_bytes)
+    few_rows.attend(q, cache, plan, tile, lists, *rest, may_yield=True)
+    pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
+    if copies:
+        pool, page_table = dequantize.dequantize(
+            cache, plan, q.dtype, lists, union_tokens=tile.cost
+        )
+        scratch_bytes -= pool.k.nbytes + pool.v.nbytes
+    else:
+        tails = union.make_tails(cache, plan)
+    queries = _for_bulk_copies(q, pool.format.storage_dtype)
+    picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
+    _attend_by_block(queries, *picks, tails=tails, scratch_bytes=scratch_bytes)
     own.copy_back()
 
 
