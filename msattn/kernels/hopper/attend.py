@@ -27,8 +27,8 @@ from .page_ring import can_read
 from .support import MAX_FEW_QUERIES, MIN_QUERY_LEN
 
 FEW_TOKENS = 256
-"""Of a step with short prompts, up to which KV-major is no alternative: its launches take 9 us where
-they return at once, a seventh of the time."""
+"""Of a step with short prompts, up to which KV-major is no alternative: where its launches return
+at once, they take 9 us, a seventh of the time."""
 
 
 def attend(
