@@ -15,8 +15,9 @@ from .indexer import index_select
 from .plan import Plan, make_plan
 from .store import store_index_k, store_kv
 
-_REQUESTS = tuple(1 << i for i in range(12))
-"""Rows of a step, from less than a GPU's programs to far more: how work is shared depends on it."""
+_REQUESTS = (*(1 << i for i in range(12)), 384)
+"""Rows of a step, from less than a GPU's programs to far more: how work is shared depends on it.
+Between 256 and 512 there are short prompts that may be attended block by block."""
 
 _TABLE_ENTRIES, _MAX_BLOCKS = 1 << 21, 1 << 15
 """Of the widest page tables: requests so long that what has their length is too large to have."""

@@ -62,7 +62,8 @@ def test_every_stage_of_a_layer_under_every_bound(recorder: Recorder) -> None:
     assert names == layer * (len(names) // len(layer))
     plans = [arguments[2] for arguments in recorder.of("index_select")]
     steps = {(plan.max_query_len, plan.num_requests) for plan in plans}
-    assert steps == {(bound, 1 << i) for bound in (1, 5) for i in range(12)}
+    rows = (*(1 << i for i in range(12)), 384)
+    assert steps == {(bound, count) for bound in (1, 5) for count in rows}
     assert {plan.kv_format.name for plan in plans} == {"fp8_e4m3"}
     assert {plan.num_blocks > plan.num_tokens for plan in plans} == {False, True}
     assert {index.format.name for _, index, *_ in recorder.of("index_select")} == {"fp16"}
