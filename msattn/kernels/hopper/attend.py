@@ -195,6 +195,5 @@ def _attend_few(
 
 
 def _is_read(q: torch.Tensor, cache: KVCache, out: torch.Tensor) -> bool:
-    """As the kernels in equal shares read: from one head of a token to another it is less than 2^31
-    elements."""
+    """By the kernels in equal shares, for which a token's heads lie within 2^31 elements."""
     return can_read(cache) and all(x.shape[1] * x.stride(1) < 1 << 31 for x in (q, out))

@@ -511,9 +511,7 @@ class Lists(NamedTuple):
     pages: torch.Tensor  # [tiles, Hkv, tokens * K] int32
     counts: torch.Tensor  # [tiles, Hkv] int32
     tiles: torch.Tensor  # [tiles, 4] int32: request, first row, end of its rows, KV length
-    overlap: (
-        torch.Tensor
-    )  # [2] int32: entries of all lists, once for each part, and picks; if asked
+    overlap: torch.Tensor  # [2] int32: entries, once for each part, and picks; if asked for
     chosen: torch.Tensor  # [Hkv * R * B] int32: 1 for a block in any list; empty, if not of a copy
 
 
