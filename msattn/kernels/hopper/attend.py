@@ -61,20 +61,14 @@ def _attend_many(
     lse: torch.Tensor | None,
 ) -> None:
     """The launches of a prompt: both schedules, of which one returns at once."""
-    slots, page_table = block_ids.shape[2], plan.page_table
+    slots = block_ids.shape[2]
     tile, copies = union.choose(plan, slots), dequantize.pays(cache, plan)
     is_prompt = plan.max_query_len >= MIN_QUERY_LEN
     if not is_prompt or tile is None or not (copies or union.can_read(cache)):
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
-    pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
     lists = attend_union.make_lists(block_ids, cache, plan, tile.tokens, tile.each, of_copy=copies)
-    if copies:
-        # It has zeros behind each request's last token.
-        pool, page_table = dequantize.dequantize(cache, plan, q.dtype, lists)
-        scratch_bytes -= pool.k.nbytes + pool.v.nbytes
-    else:
-        tails = union.make_tails(cache, plan)
+    pool, page_table, tails, scratch_bytes = _make_pool(q, cache, plan, lists, copies=copies)
     queries = _for_bulk_copies(q, pool.format.storage_dtype)
     own = _Output(out, lse)
     may_yield = twin_kv_major.can_serve(plan, slots)
@@ -97,7 +91,7 @@ def _attend_short(
     lse: torch.Tensor | None,
 ) -> None:
     """The launches of a prompt whose tiles are too few: in equal shares, or by block."""
-    slots, page_table = block_ids.shape[2], plan.page_table
+    slots = block_ids.shape[2]
     tile, copies = few_rows.choose(plan, slots), dequantize.pays(cache, plan)
     if tile is None:
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
@@ -112,18 +106,30 @@ def _attend_short(
     own = _Output(out, lse)
     rest = (softmax_scale, q_scale, own.out, own.lse)
     few_rows.attend(q, cache, plan, tile, lists, *rest, may_yield=True)
-    pool, scratch_bytes, tails = cache, twin.SCRATCH_BYTES, None
-    if copies:
-        pool, page_table = dequantize.dequantize(
-            cache, plan, q.dtype, lists, union_tokens=tile.cost
-        )
-        scratch_bytes -= pool.k.nbytes + pool.v.nbytes
-    else:
-        tails = union.make_tails(cache, plan)
+    pool, page_table, tails, scratch_bytes = _make_pool(
+        q, cache, plan, lists, copies=copies, union_tokens=tile.cost
+    )
     queries = _for_bulk_copies(q, pool.format.storage_dtype)
     picks = (pool, page_table, block_ids, plan, *rest, lists.overlap, tile.cost)
     _attend_by_block(queries, *picks, tails=tails, scratch_bytes=scratch_bytes)
     own.copy_back()
+
+
+def _make_pool(
+    q: torch.Tensor,
+    cache: KVCache,
+    plan: Plan,
+    lists: attend_union.Lists,
+    *,
+    copies: bool,
+    union_tokens: float = 0,
+) -> tuple[KVCache, torch.Tensor, union.Tails | None, int]:
+    """What is read, its page table, tails, and the bytes of scratch that are left."""
+    if not copies:
+        return cache, plan.page_table, union.make_tails(cache, plan), twin.SCRATCH_BYTES
+    # A copy has zeros behind each request's last token.
+    pool, table = dequantize.dequantize(cache, plan, q.dtype, lists, union_tokens=union_tokens)
+    return pool, table, None, twin.SCRATCH_BYTES - pool.k.nbytes - pool.v.nbytes
 
 
 def _attend_by_block(
