@@ -474,6 +474,7 @@ class Gluon(_Namespace):
 
     constexpr = real_gl.constexpr
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    int16 = torch.int16
     float8e4nv, float8e5 = torch.float8_e4m3fn, torch.float8_e5m2
     uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
 
@@ -569,22 +570,29 @@ class Gluon(_Namespace):
         asm: Any,
         constraints: str,
         args: Sequence[Value],
-        dtype: Sequence[torch.dtype],
+        dtype: torch.dtype | Sequence[torch.dtype],
         is_pure: bool,
         pack: int,
-    ) -> tuple[Value, ...]:
-        """Of one operand of bytes, four in a register, and results of 16 bits."""
-        [x] = args
-        if pack != 4 or x.dtype != torch.uint8 or any(d.itemsize != 2 for d in dtype):
-            raise NotImplementedError(f"inline_asm_elementwise of {pack} {x.dtype} to {dtype}")
-        words = x.data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-        results = run_ptx(str(_plain(asm)), [f"${2 * len(dtype)}"], [words])
-        values = []
-        for i, each in enumerate(dtype):
-            pair = torch.stack([results[f"${2 * i}"], results[f"${2 * i + 1}"]], -1)
-            bits = (pair - (pair >> 31 << 32)).int()
-            values.append(Value(bits.view(each).reshape(x.shape)))
-        return tuple(values)
+    ) -> Value | tuple[Value, ...]:
+        """``pack`` elements at a time, side by side in as few registers as hold them."""
+        dtypes = [dtype] if isinstance(dtype, torch.dtype) else dtype
+        words = [
+            word
+            for x in torch.broadcast_tensors(*(x.data for x in args))
+            for word in _registers(x, pack)
+        ]
+        counts = [max(pack * each.itemsize // 4, 1) for each in dtypes]
+        if constraints != ",".join(["=r"] * sum(counts) + ["r"] * len(words)):
+            raise NotImplementedError(f"inline_asm_elementwise with {constraints}")
+        names = [f"${sum(counts) + i}" for i in range(len(words))]
+        results = run_ptx(str(_plain(asm)), names, words)
+        shape = torch.broadcast_shapes(*(x.shape for x in args))
+        values, first = [], 0
+        for each, count in zip(dtypes, counts, strict=True):
+            out = torch.stack([results[f"${first + i}"] for i in range(count)], -1)
+            values.append(Value((out - (out >> 31 << 32)).int().view(each).reshape(shape)))
+            first += count
+        return values[0] if isinstance(dtype, torch.dtype) else tuple(values)
 
     def expand_dims(self, x: Value, axis: int) -> Value:
         return Value(x.data.unsqueeze(axis))
@@ -628,6 +636,12 @@ class Gluon(_Namespace):
 
     def log2(self, x: Value) -> Value:
         return Value(torch.log2(x.data))
+
+
+def _registers(x: torch.Tensor, pack: int) -> Sequence[torch.Tensor]:
+    """Registers of each ``pack`` elements of a tile."""
+    bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    return bits.reshape(-1, max(pack * x.itemsize // 4, 1)).unbind(-1)
 
 
 def run_ptx(asm: str, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> dict[str, Any]:

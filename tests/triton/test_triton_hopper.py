@@ -34,6 +34,7 @@ from msattn.kernels.hopper import (
     attend_rows,
     attend_union,
     merge_partials,
+    softmax,
 )
 from msattn.kernels.triton import attend as twin
 from msattn.kernels.triton import attend_union as twin_union
@@ -80,10 +81,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     monkeypatch.setattr(dequantize, "MIN_QUERY_LEN", 1)  # narrow pools go by the copy
     prepare_once(monkeypatch, twin_union, "make_lists")
     prepare_once(monkeypatch, compare, "expected_attention")
-    modules = (attend, attend_kv_major, attend_union, merge_partials, sys.modules[__name__])
+    modules = (attend, attend_kv_major, attend_union, merge_partials, softmax)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
-    yield emulate(monkeypatch, *modules, seed=seed)
+    yield emulate(monkeypatch, *modules, sys.modules[__name__], seed=seed)
     torch.set_num_threads(threads)
 
 

@@ -27,6 +27,7 @@ from msattn.kernels.hopper import (
     narrow,
     page_ring,
     shares,
+    softmax,
 )
 from msattn.kernels.triton import dequantize, launch
 from msattn.testing import compare
@@ -74,7 +75,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Machine]:
     torch.set_num_threads(1)  # else each partition's thread starts threads of its own
     monkeypatch.setattr(attend_kv_major, "MIN_GROUP", 1)
     modules = (
-        *(attend_decode, attend_rows, narrow, page_ring, shares),
+        *(attend_decode, attend_rows, narrow, page_ring, shares, softmax),
         *(attend_kv_major, attend_union, merge_partials),
     )
     yield emulate(monkeypatch, *modules, seed=seed)

@@ -37,6 +37,7 @@ from .attend_union import BLOCK, LN2, ROW_COST, ROWS, D, load_factor, rows_of_a_
 from .narrow import widen, widen_fp8, widen_nvfp4
 from .page_ring import first_token_of, load_pages, page_of, step_arguments
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
+from .softmax import add_page, sum_of_rows, sum_own
 from .support import MIN_QUERY_LEN
 
 CONSUMERS = 2
@@ -141,8 +142,8 @@ def _attend_rows(
         gl.thread_barrier()
 
         running_max = gl.full([ROWS], -1e30, gl.float32, layout=row_layout)
-        running_sum = gl.zeros([ROWS], gl.float32, layout=row_layout)
-        acc = gl.zeros([ROWS, D], gl.float32, layout=product)
+        sums = sum_own(zero)
+        acc = zero
         for i in range(at - before, gl.minimum(end - before, count)):
             entry = gl.load(listed + i)
             block = entry >> 16
@@ -156,22 +157,15 @@ def _attend_rows(
                 s = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                if (chosen != ALL) | (block >= first_partial):
+                if block >= first_partial:
                     first_token = first_token_of(seq_len, block, FORMAT)
-                    last_key = gl.where(
-                        ((chosen >> token) & 1) != 0,
-                        first_position + token - block * BLOCK - first_token,
-                        -1,
-                    )
+                    last_key = first_position + token - block * BLOCK - first_token
                     sees = (n >= -first_token)[None, :] & (n[None, :] <= last_key[:, None])
                     s = gl.where(sees, s, float("-inf"))
-                new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
-                rescale = gl.exp2(running_max - new_max)
-                p = gl.exp2(s * scale - new_max[:, None])
-                running_sum = running_sum * rescale + gl.sum(p, 1)
+                mine = ((chosen >> token) & 1) != 0
+                p, rescale, running_max, sums = add_page(s, mine, running_max, sums, scale, DTYPE)
                 acc = acc * rescale[:, None]
-                running_max = new_max
-                p = gl.convert_layout(p.to(DTYPE), weights)
+                p = gl.convert_layout(p, weights)
                 mbarrier.wait(full.index(v_slot), v_phase)
                 v = pages.index(v_slot).reshape((BLOCK, D))
                 acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -185,7 +179,7 @@ def _attend_rows(
         d = gl.arange(0, D, layout=gl.SliceLayout(0, product))
         is_last, acc, running_max, total = join_parts(
             parts, unit, before, size, share, (r * D)[:, None] + d[None, :], r,
-            acc, running_max, running_sum, zero, CONSUMER, CONSUMERS, ROWS, 1,
+            acc, running_max, sum_of_rows(sums, row_layout), zero, CONSUMER, CONSUMERS, ROWS, 1,
         )  # fmt: skip
         if is_last:
             is_empty = total == 0.0

@@ -33,6 +33,7 @@ from ..triton import launch
 from ..triton.attend_union import MAX_LIST, Lists
 from ..triton.recording import start
 from ..triton.tiles import PICK_COST, follow
+from .softmax import add_page, sum_of_rows, sum_own
 
 ROWS = gl.constexpr(64)
 """Query rows of a consumer: the least that a warpgroup multiplies."""
@@ -204,8 +205,8 @@ def _attend_rows(
         listed = entries_ptr + group * max_list
 
         running_max = gl.full([ROWS], -1e30, gl.float32, layout=gl.SliceLayout(1, product))
-        running_sum = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, product))
-        acc = gl.zeros([ROWS, D], gl.float32, layout=product)
+        sums = sum_own(zero)
+        acc = zero
         if count > 0:
             mbarrier.wait(q_full, q_step & 1)
         for i in range(count):
@@ -237,17 +238,13 @@ def _attend_rows(
                     s = -s
                 if SIGN == 0:
                     s = s * 0.0
-                if (chosen != ALL) | (block >= first_partial):
-                    mine = ((chosen >> token) & 1) != 0
-                    last_key = gl.where(mine, position - block * BLOCK, -1)
+                if block >= first_partial:
+                    last_key = position - block * BLOCK
                     s = gl.where(n[None, :] <= last_key[:, None], s, float("-inf"))
-                new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
-                rescale = gl.exp2(running_max - new_max)
-                p = gl.exp2(s * scale - new_max[:, None])
-                running_sum = running_sum * rescale + gl.sum(p, 1)
+                mine = ((chosen >> token) & 1) != 0
+                p, rescale, running_max, sums = add_page(s, mine, running_max, sums, scale, DTYPE)
                 acc = acc * rescale[:, None]
-                running_max = new_max
-                p = gl.convert_layout(p.to(DTYPE), weights)
+                p = gl.convert_layout(p, weights)
                 mbarrier.wait(full.index(v_slot), (v_step // NUM_PAGES) & 1)
                 acc = warpgroup_mma(p, ring.index(v_slot), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -266,6 +263,7 @@ def _attend_rows(
         end_row = gl.load(tiles_ptr + tile * 4 + 2)
         d = gl.arange(0, D, layout=gl.SliceLayout(0, product))
         live = (row < end_row) & (token < EACH) & (member < GROUP)
+        running_sum = sum_of_rows(sums, gl.SliceLayout(1, product))
         is_empty = running_sum == 0.0
         factor = out_scale / gl.where(is_empty, 1.0, running_sum)
         out_row = row.to(gl.int64) * (num_heads * GROUP) + head * GROUP + member

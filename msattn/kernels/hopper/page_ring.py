@@ -143,9 +143,12 @@ def load_pages(
             )  # fmt: skip
             if page >= 0:
                 first_token = first_token_of(seq_len, block, FORMAT)
+                # Both together: K and V of a token may be neighbours, in the same row of memory.
                 for side in gl.static_range(2):
-                    slot = step % STAGES
-                    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+                    phase = ((step + side) // STAGES) & 1
+                    mbarrier.wait(empty.index((step + side) % STAGES), phase ^ 1)
+                for side in gl.static_range(2):
+                    slot = (step + side) % STAGES
                     mbarrier.expect(full.index(slot), SIDE_BYTES)
                     tma.async_copy_global_to_shared(
                         k_desc if side == 0 else v_desc,
@@ -160,7 +163,7 @@ def load_pages(
                             full.index(slot),
                             scales.index(slot),
                         )
-                    step += 1
+                step += 2
         before += size
         at = gl.minimum(before, end)
         unit += 1
@@ -217,6 +220,7 @@ def step_arguments(
 ) -> dict[str, object]:
     """What a kernel is told of a step: all that does not follow from its choice of a tile."""
     config, sides = plan.config, [descriptor_of(side) for side in sides_of(cache)]
+    scales = len(sides) > 2
     constants = launch.format_arguments(cache.format, q.device)
     q_strides, out_strides = q.stride(), out.stride()
     lse_strides = (0, 0) if lse is None else lse.stride()
@@ -227,8 +231,8 @@ def step_arguments(
         "stride_q_d": q_strides[2],
         "k_desc": sides[0],
         "v_desc": sides[1],
-        "k_scales_desc": sides[-2],
-        "v_scales_desc": sides[-1],
+        "k_scales_desc": sides[2] if scales else None,
+        "v_scales_desc": sides[3] if scales else None,
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
         **launch.scale_arguments("v_scale", cache.v_scale, slots=False),

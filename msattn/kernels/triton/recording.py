@@ -8,7 +8,6 @@ model after the first, and each step after the first of its kind.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,9 +66,9 @@ class Recording:
 
 
 def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
-    """As another one, of another tensor of the same kind."""
-    other = copy.copy(descriptor)
-    other.base = base
+    """As another one, of another tensor of the same kind; :func:`copy.copy` takes 5 us."""
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__, base=base)
     return other
 
 
