@@ -4,7 +4,8 @@ A build runs in a process of its own, as ``python tests/test_compile.py NAME``: 
 compiled ones, whereas the tests may have the interpreter's. It prints what each target's assembler
 made of it. Builds are written down or, of attention, are what its launches ask for: their constants
 depend on the GPU. Hopper's kernels are in Gluon, which ends the process where it compiles them for
-another GPU.
+another GPU. These processes are forked from one that has torch and Triton: to import them for each
+would take as long as to compile.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,9 +28,11 @@ from typing import Any
 import pytest
 
 CAPABILITIES = (80, 90, 100, 120)
+BUILD_SECONDS = 280
+"""That a build may take."""
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 
-ATTEND_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+ATTEND_FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
 # Query tokens and tokens of a request. Narrow pools of long ones are converted by the attention.
 ATTEND_STEPS = {
     "prefill": (16384, 1376 * 128),
@@ -286,14 +291,33 @@ BUILDS = {
 }
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+Builder = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def builder() -> Iterator[Builder]:
+    """What a build of these arguments prints, a line of JSON for each entry."""
+    if find_spec("triton") is None:
+        pytest.skip("needs triton")
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=clean) as server:
+        assert server.stdin is not None and server.stdout is not None
+        requests, answers = server.stdin, server.stdout
+
+        def build(*arguments: object) -> list[Any]:
+            print(json.dumps([str(x) for x in arguments]), file=requests, flush=True)
+            status, out, errors = json.loads(answers.readline())
+            assert status == 0, errors[-2000:]
+            return [json.loads(line) for line in out.splitlines()]
+
+        yield build
+
+
 @pytest.mark.parametrize("build", BUILDS.values(), ids=str)
-def test_compiles_without_spills(build: Build, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, build.name], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    usage = {entry["capability"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+def test_compiles_without_spills(build: Build, builder: Builder) -> None:
+    usage = {entry["capability"]: entry for entry in builder(build.name)}
     assert tuple(usage) == build.capabilities
     for capability, entry in usage.items():
         assert 0 < entry["registers"] <= 255, f"sm_{capability}: {entry}"
@@ -303,20 +327,14 @@ def test_compiles_without_spills(build: Build, tmp_path: Path) -> None:
             assert build.wgmma in entry["wgmma"], entry
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("step", ATTEND_STEPS)
-@pytest.mark.parametrize("kv_format", ATTEND_FORMATS)
-def test_attend_compiles_and_fits(kv_format: str, step: str) -> None:
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, kv_format, step],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches = [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.parametrize(
+    ("kv_format", "step"),
+    [(kv_format, step) for kv_format in ATTEND_FORMATS for step in ATTEND_STEPS]
+    # One conversion apart from the other fp8 format.
+    + [("fp8_e5m2", "decode"), ("fp8_e5m2", "prefill")],
+)
+def test_attend_compiles_and_fits(kv_format: str, step: str, builder: Builder) -> None:
+    launches = builder(kv_format, step)
     kernels = {entry["kernel"] for entry in launches}
     assert "_attend_kernel" in kernels
     assert ("_attend_items_kernel" in kernels) == (step in ("prefill", "long")), kernels
@@ -330,19 +348,9 @@ def test_attend_compiles_and_fits(kv_format: str, step: str) -> None:
         assert entry["dynamic_shared"] <= SHARED_KIB[entry["capability"]] << 10, entry
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(("kv_format", "group", "tokens"), HOPPER_STEPS)
-def test_hopper_attend_compiles(kv_format: str, group: int, tokens: int) -> None:
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, "hopper", kv_format, str(group), str(tokens)],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+def test_hopper_attend_compiles(kv_format: str, group: int, tokens: int, builder: Builder) -> None:
+    launches = {entry["kernel"]: entry for entry in builder("hopper", kv_format, group, tokens)}
     # A tile would have more gaps than rows of one or two query heads.
     kernels = {"_union_kernel"} | ({"_attend_tiles_kernel"} if group > 2 else set())
     assert {name for name, entry in launches.items() if entry["wgmma"]} >= kernels
@@ -365,20 +373,10 @@ def test_hopper_attend_compiles(kv_format: str, group: int, tokens: int) -> None
             assert loop["products"] == 16 and loop["local"] <= known, loop
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("heads", [1, 4, 16])
 @pytest.mark.parametrize("index_format", ["bf16", "fp16", "fp8_e4m3"])
-def test_hopper_index_compiles(index_format: str, heads: int) -> None:
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, "hopper_index", index_format, str(heads)],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+def test_hopper_index_compiles(index_format: str, heads: int, builder: Builder) -> None:
+    launches = {entry["kernel"]: entry for entry in builder("hopper_index", index_format, heads)}
     assert set(launches) == {"_hide_kernel", "_list_kernel", "_scores_kernel", "_select_kernel"}
     for name, entry in launches.items():
         assert entry["stack"] <= HOPPER_SPILLS.get(name, 0), entry
@@ -397,19 +395,11 @@ def test_hopper_index_compiles(index_format: str, heads: int) -> None:
         assert loop["overlaps"], "the maxima of one product are taken while the other is made"
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(("kv_format", "query_len", "group"), HOPPER_FEW)
-def test_hopper_decode_compiles(kv_format: str, query_len: int, group: int) -> None:
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, "hopper", kv_format, str(group), str(query_len)],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+def test_hopper_decode_compiles(
+    kv_format: str, query_len: int, group: int, builder: Builder
+) -> None:
+    launches = {entry["kernel"]: entry for entry in builder("hopper", kv_format, group, query_len)}
     assert ("_union_lists_kernel" in launches) == (query_len > 1)
     entry = launches["_decode_kernel"]
     rows = max(8, group)
@@ -425,19 +415,9 @@ def test_hopper_decode_compiles(kv_format: str, query_len: int, group: int) -> N
     assert entry["registers"] == (168 if programs == 1 else 128), entry
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(("kv_format", "query_len"), [*HOPPER_ROWS])
-def test_hopper_rows_compile(kv_format: str, query_len: int) -> None:
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, "hopper", kv_format, "16", str(query_len), "1"],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches = {entry["kernel"]: entry for entry in map(json.loads, done.stdout.splitlines())}
+def test_hopper_rows_compile(kv_format: str, query_len: int, builder: Builder) -> None:
+    launches = {entry["kernel"]: entry for entry in builder("hopper", kv_format, 16, query_len, 1)}
     entry = launches["_rows_kernel"]
     kind = "bf16" if kv_format == "bf16" else "f16"
     assert entry["wgmma"] == f"m64n128k16.f32.{kind}.{kind}", entry
@@ -694,12 +674,51 @@ def disassemble(cubin: bytes, option: str) -> str:
     return done.stdout
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        compile_and_print(BUILDS[sys.argv[1]])
-    elif sys.argv[1] == "hopper_index":
-        compile_hopper_index_and_print(sys.argv[2], int(sys.argv[3]))
-    elif sys.argv[1] == "hopper":
-        compile_hopper_and_print(sys.argv[2], *map(int, sys.argv[3:]))
+def serve_builds() -> None:
+    """For each line, a list of arguments: status, output and errors of a fork that builds them."""
+    import torch  # noqa: F401
+    import triton.compiler  # noqa: F401
+
+    import msattn  # noqa: F401
+
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            child = os.fork()
+            if child == 0:
+                os.dup2(out.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                signal.alarm(BUILD_SECONDS)
+                os._exit(_try_to_build(json.loads(line)))
+            _, status = os.waitpid(child, 0)
+            out.seek(0)
+            errors.seek(0)
+            answer = os.waitstatus_to_exitcode(status), out.read(), errors.read()
+            print(json.dumps(answer), flush=True)
+
+
+def _try_to_build(arguments: list[str]) -> int:
+    try:
+        build_and_print(*arguments)
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def build_and_print(name: str, *arguments: str) -> None:
+    if name == "hopper_index":
+        compile_hopper_index_and_print(arguments[0], int(arguments[1]))
+    elif name == "hopper":
+        compile_hopper_and_print(arguments[0], *map(int, arguments[1:]))
+    elif arguments:
+        compile_attend_and_print(name, *arguments)
     else:
-        compile_attend_and_print(*sys.argv[1:])
+        compile_and_print(BUILDS[name])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        build_and_print(*sys.argv[1:])
+    else:
+        serve_builds()

@@ -41,6 +41,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if HAS_GPU:
         yield
         return
+    from quick_interpreter import quicken
     from triton.runtime import interpreter
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -50,6 +51,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("cast_impl", "create_fp_to_fp"):
         monkeypatch.setattr(builder, name, _cast(getattr(builder, name)))
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce)
+    quicken(monkeypatch)
     yield
 
 

@@ -167,8 +167,14 @@ def test_pages_by_the_copy_engine(
     check(inputs, make_block_ids(inputs, seed=seed))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
-@pytest.mark.parametrize("schedule", ["union", "kv_major"])
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        *((layout, "union") for layout in LAYOUTS.values()),
+        *((layout, "kv_major") for layout in [*LAYOUTS.values()][1::2]),
+    ],
+    ids=str,
+)
 def test_every_layout(
     layout: Any, schedule: str, seed: int, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
@@ -179,10 +185,16 @@ def test_every_layout(
     assert schedule == "union" or launches() > 2
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("case", ["mixed", "prefill_beyond_topk", "more_queries_than_keys"])
+@pytest.mark.parametrize(
+    ("case", "fmt"),
+    [
+        *(("mixed", fmt.name) for fmt in FORMATS),
+        *(("prefill_beyond_topk", name) for name in ("bf16", "nvfp4")),
+        ("more_queries_than_keys", "fp8_e4m3"),
+    ],
+)
 def test_kv_major(
-    case: str, fmt: msattn.KVFormat, seed: int, device: torch.device, kv_major: Callable[[], int]
+    case: str, fmt: str, seed: int, device: torch.device, kv_major: Callable[[], int]
 ) -> None:
     """Reverse index, items, chunks and the merge, hostile ids included."""
     inputs = make(CASES[case], seed=seed, kv_format=fmt, device=device)
@@ -190,16 +202,16 @@ def test_kv_major(
     assert kv_major()
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 20, 64])
-@pytest.mark.parametrize("query_len", [1, 9])
+@pytest.mark.parametrize(("group", "query_len"), [(1, 1), (3, 9), (8, 1), (20, 9), (64, 1), (1, 9)])
 def test_group_sizes(group: int, query_len: int, seed: int, device: torch.device) -> None:
     config = make_config(group=group, kv_heads=2, topk=3)
     inputs = make(Case("group", (query_len,), (400,), config), seed=seed, device=device)
     check(inputs, make_block_ids(inputs, seed=seed))
 
 
-@pytest.mark.parametrize("splits", [2, 4])
-@pytest.mark.parametrize("case", ["decode_padded", "verify", "mixed"])
+@pytest.mark.parametrize(
+    ("case", "splits"), [("decode_padded", 2), ("decode_padded", 4), ("verify", 4), ("mixed", 2)]
+)
 def test_lists_split_over_programs(
     case: str, splits: int, seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,8 +235,10 @@ def test_ids_of_any_width(width: int, seed: int, device: torch.device) -> None:
     check(inputs, ids)
 
 
-@pytest.mark.parametrize("softmax_scale", [0.5, -0.25, 0.0])
-@pytest.mark.parametrize("schedule", ["union", "kv_major"])
+@pytest.mark.parametrize(
+    ("softmax_scale", "schedule"),
+    [(0.5, "union"), (-0.25, "union"), (0.0, "union"), (-0.25, "kv_major"), (0.0, "kv_major")],
+)
 def test_any_softmax_scale(
     softmax_scale: float,
     schedule: str,
@@ -305,8 +319,9 @@ def test_blocks_beyond_the_bound_are_refused(device: torch.device) -> None:
     assert reasons == ["32769 blocks of a request are more than 32768"]
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "nvfp4"])
-@pytest.mark.parametrize("case", ["decode_padded", "verify", "mixed"])
+@pytest.mark.parametrize(
+    ("case", "fmt"), [("decode_padded", "fp8_e4m3"), ("verify", "nvfp4"), ("mixed", "bf16")]
+)
 def test_one_plan_serves_other_tensors(
     case: str, fmt: str, seed: int, device: torch.device
 ) -> None:

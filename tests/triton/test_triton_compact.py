@@ -104,8 +104,10 @@ def test_ids_are_the_oracles(seed: int, device: torch.device) -> None:
     assert_same_ids("block_ids", got, expected_block_ids(inputs))
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize(("init", "local"), [(0, 1), (1, 2), (2, 2), (0, 0)])
+@pytest.mark.parametrize(
+    ("heads", "init", "local"),
+    [(1, 0, 1), (8, 0, 1), (3, 1, 2), (1, 2, 2), (8, 2, 2), (3, 0, 0)],
+)
 def test_heads_and_forced_blocks(
     heads: int, init: int, local: int, seed: int, device: torch.device
 ) -> None:
