@@ -51,6 +51,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("cast_impl", "create_fp_to_fp"):
         monkeypatch.setattr(builder, name, _cast(getattr(builder, name)))
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce)
+    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan)
     quicken(monkeypatch)
     yield
 
@@ -111,6 +112,27 @@ def _reduce(self: Any, input: tuple[Any, ...]) -> list[Any]:
     if not self.keep_dims:
         arrays = [x.squeeze(axis) for x in arrays]
     return [self.to_tensor(x, y.dtype) for x, y in zip(arrays, input, strict=True)]
+
+
+def _scan(self: Any, input: tuple[Any, ...]) -> list[Any]:
+    """One call for a slice across the axis; the interpreter calls once for each element."""
+    arrays = [x.handle.data for x in input]
+    slices = [_slices(arrays, self.axis, i, 1) for i in range(arrays[0].shape[self.axis])]
+    scanned = slices[:1]
+    for one in slices[1:]:
+        operands = [
+            self.to_tensor(part, x.dtype)
+            for parts in (scanned[-1], one)
+            for part, x in zip(parts, input, strict=True)
+        ]
+        result = self.combine_fn.fn(*operands)
+        result = result if isinstance(result, tuple) else (result,)
+        scanned.append([x.handle.data for x in result])
+    columns = zip(*scanned, strict=True)
+    return [
+        self.to_tensor(np.concatenate(parts, self.axis), x.dtype)
+        for parts, x in zip(columns, input, strict=True)
+    ]
 
 
 def _slices(arrays: list[Any], axis: int, start: int, size: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again: the same numbers, in half the time.
+"""Triton's interpreter without what it does again and again: the same numbers, several times as fast.
 
 It patches the language for each call of a device function, makes types of types that it has made
 before, computes integers twice to look for an overflow that it reports in debug mode only, and
@@ -8,6 +8,7 @@ sorts by a network of its operators.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,24 +51,20 @@ def _patch_once(patch: Callable[..., Any]) -> Callable[..., Any]:
         if patched:
             return _NoScope()
         for namespace in ({"tl": tl}, {"core": core}):
-
-            class Module:
-                __globals__ = namespace
-
-            patched.append(patch(Module))
+            patched.append(patch(SimpleNamespace(__globals__=namespace)))
         return Scope()
 
     return patch_once
 
 
 _NUMPY_DTYPES = {
-    name: interpreter._get_np_dtype(getattr(tl, name))
-    for name in (
-        *("int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("bfloat16", "float16", "float32", "float64", "float8e5", "float8e4nv"),
+    dtype.name: interpreter._get_np_dtype(dtype)
+    for dtype in (
+        *(tl.int1, tl.int8, tl.int16, tl.int32, tl.int64),
+        *(tl.uint8, tl.uint16, tl.uint32, tl.uint64),
+        *(tl.float8e4nv, tl.float8e5, tl.bfloat16, tl.float16, tl.float32, tl.float64),
     )
 }
-_NUMPY_DTYPES = {getattr(tl, name).name: dtype for name, dtype in _NUMPY_DTYPES.items()}
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
@@ -86,9 +83,9 @@ def _sort(original: Any) -> Callable[..., Any]:
     return sort
 
 
+# Of types that were made: what is the same for all of their sizes.
 _shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 _tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
-_NO_BLOCK = core.tuple([])
 
 
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -113,6 +110,7 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
+    """Its type is made when it is asked for."""
     self.values = list(args)
     if type is not None:
         self.__dict__["type"] = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
