@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again: the same numbers, several times as fast.
+"""Triton's interpreter without what it does again and again: the same numbers, much sooner.
 
 It patches the language for each call of a device function, makes types of types that it has made
 before, computes integers twice to look for an overflow that it reports in debug mode only, and
