@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
@@ -117,6 +117,7 @@ class Partition(threading.Thread):
         self.speed = speed
         self.waits_for: tuple[Barrier, int] | None = None
         self.looks = False  # at memory, for what another partition will store there
+        self.seen: tuple[Hashable, Callable[[], int], int] | None = None  # the last look
         self.products = 0  # that it has started
         self.error: BaseException | None = None
         self.is_done = False
@@ -139,6 +140,10 @@ class Partition(threading.Thread):
             return True
         barrier, phase = self.waits_for
         return barrier.is_past(phase)
+
+    def would_see_the_same(self) -> bool:
+        """It looked, did nothing else, and looks at the same again: nothing has changed there."""
+        return self.looks and self.seen is not None and self.seen[1]() == self.seen[2]
 
     def pause(self) -> None:
         """Of the partition itself: gives its turn back, returns with the next one."""
@@ -228,16 +233,21 @@ class Machine:
             for partition in partitions:
                 partition.abandon()
 
-    def look(self) -> None:
+    def look(self, place: Hashable, read: Callable[[], int]) -> None:
         """The running partition looks at memory for what another one will store there."""
         partition = self._partition()
+        if partition.seen is not None and partition.seen[0] != place:
+            partition.seen = None
         partition.looks = True
         partition.pause()
         partition.looks = False
+        partition.seen = place, read, read()
 
     def pause(self) -> None:
         """The running partition lets others take turns."""
-        self._partition().pause()
+        partition = self._partition()
+        partition.seen = None
+        partition.pause()
 
     def may_pause(self) -> None:
         """As :meth:`pause`, now and then: a change of threads takes longer than most steps."""
@@ -247,7 +257,7 @@ class Machine:
     def wait(self, barrier: Barrier, phase: int) -> None:
         """The running partition has no turn before the phase of that parity has ended."""
         partition = self._partition()
-        partition.waits_for = (barrier, phase)
+        partition.waits_for, partition.seen = (barrier, phase), None
         partition.pause()
         partition.waits_for = None
 
@@ -279,6 +289,8 @@ class Machine:
         able = [*self._copies, *(x for x in partitions if x.is_ready())]
         if not able or self._looks > PATIENCE * len(partitions):
             raise Fault(self._describe_deadlock(partitions))
+        # A look that sees what it saw takes as long as a step: only where nobody else can go on.
+        able = [x for x in able if isinstance(x, Copy) or not x.would_see_the_same()] or able
         [chosen] = self.random.choices(able, [x.speed for x in able])
         self._looks += 1
         if isinstance(chosen, Copy):

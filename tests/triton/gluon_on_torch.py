@@ -111,7 +111,7 @@ class Function:
 
 def _argument(x: Any) -> Any:
     """An argument of a launch, as the kernel sees it."""
-    if isinstance(x, TensorDescriptor):
+    if x is None or isinstance(x, TensorDescriptor):
         return x
     if isinstance(x, torch.Tensor):
         return Pointer(_elements(x))
@@ -500,7 +500,8 @@ class Gluon(_Namespace):
         if value:
             self.machine.may_pause()
         else:
-            self.machine.look()
+            place = pointer.memory.data_ptr(), int(pointer.offsets)
+            self.machine.look(place, lambda: int(pointer.memory[place[1]]))
         before = self.load(pointer)
         self.store(pointer, before + value)
         return before

@@ -17,7 +17,7 @@ import pytest
 import torch
 from gluon_machine import Fault, Machine
 from gluon_on_torch import emulate
-from hopper_step import run
+from hopper_step import check_a_key_that_is_nan, run
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -176,6 +176,11 @@ def test_groups(group: int, check: Check) -> None:
 def test_softmax_scales(softmax_scale: float, check: Check) -> None:
     inputs = make(PREFILL)
     check(inputs, make_block_ids(inputs), softmax_scale)
+
+
+def test_a_key_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "union", PROGRAMS[0])
+    check_a_key_that_is_nan(make(PREFILL))
 
 
 def test_queries_that_lie_askew(check: Check) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gluon_machine import Machine
 from gluon_on_torch import emulate
-from hopper_step import run
+from hopper_step import check_a_key_that_is_nan, run
 
 from msattn.kernels.hopper import (
     attend,
@@ -147,6 +147,14 @@ def test_groups(group: int, check: Check) -> None:
 def test_softmax_scales(softmax_scale: float, check: Check) -> None:
     inputs = make(VERIFY)
     check(inputs, make_block_ids(inputs), softmax_scale)
+
+
+def test_a_key_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "num_processors", lambda device: 3)
+    for tiles in TILES[1:]:
+        monkeypatch.setattr(attend_decode, "DIRECT_ENTRIES", tiles.direct_entries)
+        monkeypatch.setattr(attend_rows, "MIN_TOKENS", 1 if tiles.rows else 1 << 30)
+        check_a_key_that_is_nan(make(VERIFY))
 
 
 @pytest.mark.parametrize("slots", [0, 1, 7])
