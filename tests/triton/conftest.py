@@ -115,24 +115,24 @@ def _reduce(self: Any, input: tuple[Any, ...]) -> list[Any]:
 
 
 def _scan(self: Any, input: tuple[Any, ...]) -> list[Any]:
-    """One call for a slice across the axis; the interpreter calls once for each element."""
+    """Each adds what is 1, 2, 4, ... before it; the interpreter calls once for each element."""
     arrays = [x.handle.data for x in input]
-    slices = [_slices(arrays, self.axis, i, 1) for i in range(arrays[0].shape[self.axis])]
-    scanned = slices[:1]
-    for one in slices[1:]:
+    size, step = arrays[0].shape[self.axis], 1
+    while step < size:
+        before = [np.roll(x, step, self.axis) for x in arrays]
         operands = [
             self.to_tensor(part, x.dtype)
-            for parts in (scanned[-1], one)
+            for parts in (before, arrays)
             for part, x in zip(parts, input, strict=True)
         ]
         result = self.combine_fn.fn(*operands)
         result = result if isinstance(result, tuple) else (result,)
-        scanned.append([x.handle.data for x in result])
-    columns = zip(*scanned, strict=True)
-    return [
-        self.to_tensor(np.concatenate(parts, self.axis), x.dtype)
-        for parts, x in zip(columns, input, strict=True)
-    ]
+        first = _slices(arrays, self.axis, 0, step)
+        later = _slices([x.handle.data for x in result], self.axis, step, size - step)
+        both = zip(first, later, strict=True)
+        arrays = [np.concatenate(parts, self.axis) for parts in both]
+        step *= 2
+    return [self.to_tensor(x, y.dtype) for x, y in zip(arrays, input, strict=True)]
 
 
 def _slices(arrays: list[Any], axis: int, start: int, size: int) -> list[Any]:
