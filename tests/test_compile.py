@@ -67,16 +67,18 @@ HOPPER_ROWS = {
     ("nvfp4", 8): 104,
     ("nvfp4", 300): 104,
 }
-"""The same with queries as rows, by a request's query tokens; none is used in the loop."""
+"""The same with queries as rows, by a request's query tokens."""
+HOPPER_ROWS_LOOP = 2
+"""Uses of them in the loop, in narrow pools: what a page that is seen in part is masked by."""
 
 HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 40, "_scores_kernel": 72}
 """Bytes that a program keeps in local memory."""
 MERGE_SPILLS = 1184
 """Of the one that merges 64 rows of a token."""
-HOPPER_LOOP_SPILLS = {("_union_kernel", 8): 12}
+HOPPER_LOOP_SPILLS = {("_union_kernel", 8): 18}
 """Uses of them in a loop of 16 products, where a token has so many rows; elsewhere there are none.
 
-With 8 rows, a thread has rows of two tokens, and masks them apart.
+With 8 rows, a thread has rows of two tokens, and clears their weights apart.
 """
 
 
@@ -428,7 +430,8 @@ def test_hopper_rows_compile(kv_format: str, query_len: int, builder: Builder) -
     # Two consumers and a producer; with a converter, four.
     assert entry["registers"] == (168 if kv_format == "bf16" else 128), entry
     assert [loop["products"] for loop in entry["loops"]] == [16, 16], entry
-    assert all(loop["local"] == 0 for loop in entry["loops"]), entry
+    known = 0 if kv_format == "bf16" else HOPPER_ROWS_LOOP
+    assert all(loop["local"] <= known for loop in entry["loops"]), entry
 
 
 def compile_hopper_and_print(kv_format: str, group: int, query_len: int, rows: int = 0) -> None:

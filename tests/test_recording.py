@@ -1,7 +1,7 @@
 """Replayed launches are those that Triton's binder would make; on a CPU, where nothing is launched.
 
-The comparison runs in a process of its own, as ``python tests/test_recording.py PART``: kernels are
-compiled ones there, whereas the tests may have the interpreter's. Triton is told that it has a
+The comparison runs in a process of its own, as ``python tests/test_recording.py PART ...``: kernels
+are compiled ones there, whereas the tests may have the interpreter's. Triton is told that it has a
 Hopper; a compiled kernel is the key it is found by, and a launch is written down.
 """
 
@@ -37,10 +37,17 @@ BLOCKS = 6
 COPIED = [4, 6]
 """Calls whose queries Hopper's kernels for prompts copy first: they are not launches alone."""
 
-# Stage, implementation, format of the cache, query tokens of a request.
+# Stage, implementation, format of the cache, query tokens of a request. Hopper's kernels depend on
+# format and tokens together; elsewhere each is there with each of the others, but not all at once.
 PARTS = {
-    "attend": [*product(["attend"], IMPLS, FORMATS, QUERY_LENS)],
-    "index": [*product(INDEX_STAGES, IMPLS, INDEX_DTYPES, QUERY_LENS)],
+    "attend": [
+        *product(["attend"], ["hopper"], FORMATS, QUERY_LENS),
+        *(("attend", "triton", *pair) for pair in zip(FORMATS, QUERY_LENS, strict=True)),
+    ],
+    "index": [
+        (*rest, [*INDEX_DTYPES][i % 2], query_len)
+        for i, (*rest, query_len) in enumerate(product(INDEX_STAGES, IMPLS, QUERY_LENS))
+    ],
     "compact": [*product(["compact_index_select"], ["triton"], ["bf16"], QUERY_LENS[:2])],
     "selection": [*product(["select_blocks"], ["triton"], ["bf16"], QUERY_LENS)],
     "store": [*product(["store_kv"], ["triton"], FORMATS, [3])],
@@ -57,16 +64,21 @@ BOUND = {
 BOUND["compact"] = BOUND["index"]
 """Calls that differ in kind from all before, by name."""
 
+PROCESSES = (("attend",), ("index", "compact"), ("selection", "store", "store_index"))
+"""Parts that share a process: to start one takes longer than most parts."""
+
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("part", PARTS)
-def test_replayed_launches_are_the_binders(part: str) -> None:
-    steps = reports_of(part)
-    assert [tuple(step["of"]) for step in steps] == PARTS[part]
+@pytest.mark.parametrize("parts", PROCESSES, ids="-".join)
+def test_replayed_launches_are_the_binders(parts: tuple[str, ...]) -> None:
+    steps = reports_of(*parts)
+    wanted = [(part, *of) for part in parts for of in PARTS[part]]
+    assert [(step["part"], *step["of"]) for step in steps] == wanted
     for step in steps:
         stage, impl, _, query_len = step["of"]
+        part = step["part"]
         assert step["differences"] == [], step
         assert step["launches"] > 0
         copied = COPIED if (stage, impl, query_len) == ("attend", "hopper", 70) else []
@@ -85,10 +97,10 @@ def test_kept_launches_are_bounded_and_go_with_their_plan() -> None:
     assert report == {"kinds": report["most"], "most": report["most"], "last": True, "freed": True}
 
 
-def reports_of(part: str) -> list[dict[str, Any]]:
+def reports_of(*parts: str) -> list[dict[str, Any]]:
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, part], env=clean, capture_output=True, text=True, timeout=240
+        [sys.executable, __file__, *parts], env=clean, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -336,6 +348,7 @@ def plan_of(query_len: int, kv_format: str, columns: int = BLOCKS) -> msattn.Pla
 
 def compare(
     calls: Callable[..., Iterator[Call]],
+    part: str,
     of: tuple[str, str, str, int],
     launched: list[Any],
     bound: list[str],
@@ -374,7 +387,7 @@ def compare(
     kept.append(len(plan.launches()))
     report = {"differences": differences, "launches": total, "bound": names, "bound_again": again}
     report |= {"kept": kept, "after_growth": was_bound and got == run(make_plan(9), first)[0]}
-    print(json.dumps({"of": of, **report}))
+    print(json.dumps({"part": part, "of": of, **report}))
 
 
 def scores_of(plan: msattn.Plan) -> list[torch.Tensor]:
@@ -419,7 +432,7 @@ def kept_launches(bound: list[str]) -> dict[str, object]:
     return {"kinds": kinds, "most": MAX_KINDS, "last": not bound, "freed": alive() is None}
 
 
-def main(part: str) -> None:
+def main(*parts: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
@@ -466,18 +479,19 @@ def main(part: str) -> None:
     msattn.arch.capability = launch.capability = lambda device: (9, 0)
     launch.num_processors = lambda device: 132
     attend_decode.pays = lambda *_: True
-    if part == "kept":
+    if parts == ("kept",):
         print(json.dumps(kept_launches(bound)))
         return
-    calls = {
-        "attend": attend_calls,
-        "selection": selection_calls,
-        "store": store_calls,
-        "store_index": store_calls,
-    }.get(part, index_calls)
-    for of in PARTS[part]:
-        compare(calls, of, launched, bound)
+    for part in parts:
+        calls = {
+            "attend": attend_calls,
+            "selection": selection_calls,
+            "store": store_calls,
+            "store_index": store_calls,
+        }.get(part, index_calls)
+        for of in PARTS[part]:
+            compare(calls, part, of, launched, bound)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
