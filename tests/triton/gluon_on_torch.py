@@ -473,7 +473,6 @@ class Gluon(_Namespace):
 
     constexpr = real_gl.constexpr
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
-    int16 = torch.int16
     float8e4nv, float8e5 = torch.float8_e4m3fn, torch.float8_e5m2
     uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
 
