@@ -219,8 +219,9 @@ def step_arguments(
     lse: torch.Tensor | None,
 ) -> dict[str, object]:
     """What a kernel is told of a step: all that does not follow from its choice of a tile."""
-    config, sides = plan.config, [descriptor_of(side) for side in sides_of(cache)]
-    scales = len(sides) > 2
+    config = plan.config
+    k, v, *scales = (descriptor_of(side) for side in sides_of(cache))
+    k_scales, v_scales = scales or (None, None)
     constants = launch.format_arguments(cache.format, q.device)
     q_strides, out_strides = q.stride(), out.stride()
     lse_strides = (0, 0) if lse is None else lse.stride()
@@ -229,10 +230,10 @@ def step_arguments(
         "stride_q_t": q_strides[0],
         "stride_q_h": q_strides[1],
         "stride_q_d": q_strides[2],
-        "k_desc": sides[0],
-        "v_desc": sides[1],
-        "k_scales_desc": sides[2] if scales else None,
-        "v_scales_desc": sides[3] if scales else None,
+        "k_desc": k,
+        "v_desc": v,
+        "k_scales_desc": k_scales,
+        "v_scales_desc": v_scales,
         **launch.scale_arguments("q_scale", q_scale, slots=False),
         **launch.scale_arguments("k_scale", cache.k_scale, slots=False),
         **launch.scale_arguments("v_scale", cache.v_scale, slots=False),
