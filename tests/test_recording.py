@@ -13,16 +13,21 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
+from itertools import islice, product
+from pathlib import Path
+from shutil import which
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from stub_cuda import StubCuda
 
 import msattn
 
@@ -61,6 +66,10 @@ BOUND = {
     "store": {"first", "offset", "strided", "dtype", "rows", "slots", "two scales", "number"},
     "store_index": {"first", "offset", "strided", "dtype", "rows", "slots"},
 }
+PARTS["c"] = [("attend", "hopper", *step) for step in (("fp8_e4m3", 1), ("nvfp4", 3), ("bf16", 70))]
+"""By Triton's own launcher, in C; others are taken to have it called with the same arguments."""
+FEW = 10
+"""Calls of these: a launcher is built for each list of types."""
 BOUND["compact"] = BOUND["index"]
 """Calls that differ in kind from all before, by name."""
 
@@ -92,9 +101,21 @@ def test_replayed_launches_are_the_binders(parts: tuple[str, ...]) -> None:
 
 
 @needs_triton
+@pytest.mark.skipif(which("cc") is None, reason="needs a C compiler")
+def test_what_triton_launches_in_c() -> None:
+    for step in (steps := reports_of("c")):
+        assert step["differences"] == [] and step["launches"] >= FEW, step
+    assert [tuple(step["of"]) for step in steps] == PARTS["c"]
+
+
+@needs_triton
 def test_kept_launches_are_bounded_and_go_with_their_plan() -> None:
     (report,) = reports_of("kept")
-    assert report == {"kinds": report["most"], "most": report["most"], "last": True, "freed": True}
+    assert report["kinds"] == report["most"]
+    assert report["freed"]
+    # Bound, launched by Triton, and told to who wants to know.
+    assert report["alone"] == [0, 0, 0]
+    assert report["watched"] == [0, 1, 1]
 
 
 def reports_of(*parts: str) -> list[dict[str, Any]]:
@@ -113,6 +134,14 @@ class Call(NamedTuple):
     issue: Callable[[msattn.Plan], None]
     tensors: tuple[torch.Tensor | None, ...]  # all but the plan's
     out: torch.Tensor  # one of them
+
+
+class Watch(NamedTuple):
+    """What happens in a call, of which each is told once."""
+
+    launches: Callable[[], list[tuple[Any, ...]]]  # what the launcher's C function passes on
+    bound: list[str]  # kernels that went through Triton's binder
+    by_triton: list[object]  # launches that went through Triton's launcher
 
 
 def rows_of(
@@ -347,24 +376,22 @@ def plan_of(query_len: int, kv_format: str, columns: int = BLOCKS) -> msattn.Pla
 
 
 def compare(
-    calls: Callable[..., Iterator[Call]],
-    part: str,
-    of: tuple[str, str, str, int],
-    launched: list[Any],
-    bound: list[str],
+    calls: Callable[..., Iterator[Call]], part: str, of: tuple[str, str, str, int], watch: Watch
 ) -> None:
     """Prints, as JSON, how a plan's later calls differ from first calls of other plans."""
     *rest, kv_format, query_len = of
     make_plan = partial(plan_of, query_len, kv_format)
 
     def run(plan: msattn.Plan, call: Call) -> tuple[list[Any], bool]:
-        launched.clear()
-        bound.clear()
+        watch.bound.clear()
+        watch.by_triton.clear()
         for memory in (call.out, *scores_of(plan)):
             memory.fill_(7)
         call.issue(plan)
         hidden = sum(int(memory.isneginf().sum()) for memory in (call.out, *scores_of(plan)))
-        return [hidden, *(describe(launch, call.tensors) for launch in launched)], bool(bound)
+        names, launches, was_bound = memory_names(call, plan), watch.launches(), bool(watch.bound)
+        assert len(watch.by_triton) == was_bound * len(launches)
+        return [hidden, *(describe(launch, names) for launch in launches)], was_bound
 
     plan, differences, names, again = make_plan(), [], [], []
     total = 0
@@ -395,45 +422,87 @@ def scores_of(plan: msattn.Plan) -> list[torch.Tensor]:
     return [memory for key, memory in plan._workspaces.items() if key[0] == "index_scores"]
 
 
-def describe(launch: tuple[Any, ...], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A launch with addresses in the call's tensors; those of a plan, which none share, by size."""
-    memory = {
-        x.untyped_storage().data_ptr(): (i, x) for i, x in enumerate(tensors) if x is not None
-    }
-
-    def value(x: Any) -> Any:
-        if hasattr(x, "base"):  # a descriptor
-            return x.shape, x.strides, x.block_shape, value(x.base)
-        if not isinstance(x, torch.Tensor):
-            return x
-        found = memory.get(x.untyped_storage().data_ptr())
-        if found is None:
-            return "plan", tuple(x.shape), x.dtype, x.data_ptr() % 16
-        return found[0], x.data_ptr() - found[1].data_ptr()
-
-    key, grid, arguments = launch
-    return key, grid, [value(x) for x in arguments]
+def memory_names(call: Call, plan: msattn.Plan) -> list[tuple[int, int, Any]]:
+    """Where the memory of a call and of its plan begins and ends, and what it is."""
+    tiles = [(size, i, x) for size, pair in plan._tiles.items() for i, x in enumerate(pair)]
+    named = [
+        *enumerate(call.tensors),
+        *((("plan", i), x) for i, x in enumerate(plan.tensors)),
+        *((("tiles", size, i), x) for size, i, x in tiles),
+        *plan._workspaces.items(),
+    ]
+    storages = ((name, x.untyped_storage()) for name, x in named if x is not None)
+    return [(x.data_ptr(), x.data_ptr() + x.nbytes(), name) for name, x in storages]
 
 
-def kept_launches(bound: list[str]) -> dict[str, object]:
+def describe(value: Any, names: list[tuple[int, int, Any]]) -> Any:
+    """What a launch passes, with places in a call's memory for addresses."""
+    if isinstance(value, (tuple, list)):
+        return tuple(describe(x, names) for x in value)
+    if isinstance(value, torch.Tensor):
+        return describe(value.data_ptr(), names)
+    if not isinstance(value, int):
+        return value
+    for begin, end, name in names:
+        if begin <= value < end:
+            return name, value - begin
+    # A copy that the call has made, and freed.
+    return ("copy", value % 16) if value >= 1 << 40 else value
+
+
+def kept_launches(watch: Watch) -> dict[str, object]:
     """Of a plan that selects for many numbers of rows: the kinds it keeps, and if it can go."""
+    from triton import knobs
+
     from msattn.kernels.triton.recording import MAX_KINDS
 
     plan = plan_of(1, "bf16")
     for rows in range(2, MAX_KINDS + 9):
         call = next(selection_calls("select_blocks", "triton", "bf16", rows))
         call.issue(plan)
-    kinds = len(plan.launches())
-    bound.clear()
-    call.issue(plan)
+    report: dict[str, object] = {"kinds": len(plan.launches()), "most": MAX_KINDS}
+    told: list[object] = []
+    for name in ("alone", "watched"):
+        watch.bound.clear()
+        watch.by_triton.clear()
+        call.issue(plan)
+        report[name] = [len(watch.bound), len(watch.by_triton), len(told)]
+        knobs.runtime.launch_enter_hook.add(told.append)
     gc.disable()
     alive = weakref.ref(plan)
     del plan
-    return {"kinds": kinds, "most": MAX_KINDS, "last": not bound, "freed": alive() is None}
+    return report | {"freed": alive() is None}
+
+
+CALLS = {
+    "attend": attend_calls,
+    "selection": selection_calls,
+    "store": store_calls,
+    "store_index": store_calls,
+    "c": lambda *of, **columns: islice(attend_calls(*of, **columns), FEW),
+}
+
+
+def metadata_of(signature: dict[str, str], options: Any) -> SimpleNamespace:
+    """As the compiler would have it, of a kernel with these arguments."""
+    boxes = [
+        kind[kind.index("[") + 1 : kind.index("]")] for kind in signature.values() if "[" in kind
+    ]
+    layout = {"swizzle": 3, "elem_size": 2, "elem_type": 9, "fp4_padded": False}
+    return SimpleNamespace(
+        tensordesc_meta=[{**layout, "block_size": [*map(int, box.split(","))]} for box in boxes],
+        launch_cooperative_grid=options.launch_cooperative_grid,
+        launch_pdl=options.launch_pdl,
+        global_scratch_size=0,
+        global_scratch_align=1,
+        profile_scratch_size=0,
+        profile_scratch_align=1,
+    )
 
 
 def main(*parts: str) -> None:
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -442,6 +511,11 @@ def main(*parts: str) -> None:
     from msattn.kernels.triton import launch
 
     class Hopper:
+        class utils:
+            @staticmethod
+            def fill_tma_descriptor(*arguments: Any) -> tuple[Any, ...]:
+                return arguments
+
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
 
@@ -449,48 +523,75 @@ def main(*parts: str) -> None:
             return 0
 
         def get_current_stream(self, device: int) -> int:
-            return 0
+            return 5
 
     launched: list[tuple[Any, ...]] = []
-    bound: list[str] = []
+    stub: StubCuda | None = None
+
+    def c_function(*arguments: Any) -> None:
+        metadata, *hooks = arguments[10:13]
+        launched.append((*arguments[:10], *arguments[13:]))
+        for hook in hooks:
+            if hook is not None:
+                hook(metadata)
+
+    def launches() -> list[tuple[Any, ...]]:
+        taken = [*launched] if stub is None else [*stub.launches()]
+        launched.clear()
+        return taken
+
+    class Launcher(nvidia.CudaLauncher):
+        def __call__(self, *arguments: Any) -> None:
+            watch.by_triton.append(self)
+            super().__call__(*arguments)
 
     class Kernel(CompiledKernel):
-        """Is launched as a compiled kernel is, down to its driver."""
+        """Is launched as a compiled kernel is, down to the launcher's C function."""
 
-        def __init__(self, key: str) -> None:
-            self.key, self.name, self.src = key, key, None
-            self.function, self.packed_metadata, self.module = 1, (), 1
+        def __init__(self, name: str, signature: dict[str, str], options: Any) -> None:
+            self.name, self.module = name, 1
+            self.src, self.metadata = (
+                SimpleNamespace(signature=signature),
+                metadata_of(signature, options),
+            )
+            self.packed_metadata = (options.num_warps, 1, 0)
+            self._run = Launcher(self.src, self.metadata)
+            if stub is None:
+                self.function = name
+            else:
+                self.function = stub.kernel(
+                    nvidia.make_launcher({}, signature, self.metadata.tensordesc_meta)
+                )
 
-        @property
-        def run(self) -> Callable[..., None]:
-            return lambda *arguments: launched.append((self.key, arguments[:3], arguments[9:]))
-
-    def compile(kernel: Any, key: str, *_: Any) -> Kernel:
-        return Kernel(f"{kernel.__name__} {key}")
+    def compile(
+        kernel: Any, key: str, signature: Any, device: int, constants: Any, options: Any, *_: Any
+    ) -> Kernel:
+        return Kernel(f"{kernel.__name__} {key}", signature, options)
 
     run = JITFunction.run
 
     def binder(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        bound.append(kernel.__name__)
+        watch.bound.append(kernel.__name__)
         return run(kernel, *arguments, **options)
 
+    if parts == ("c",):
+        stub = StubCuda(Path(tempfile.mkdtemp()))
+        Hopper.utils = nvidia.CudaUtils()
+    else:
+        nvidia.make_launcher, nvidia.library_dirs = (lambda *_: ""), list
+        nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=partial(c_function))
+    watch = Watch(launches, [], [])
     JITFunction._do_compile, JITFunction.run = compile, binder
     driver.set_active(Hopper())
     msattn.arch.capability = launch.capability = lambda device: (9, 0)
     launch.num_processors = lambda device: 132
     attend_decode.pays = lambda *_: True
     if parts == ("kept",):
-        print(json.dumps(kept_launches(bound)))
+        print(json.dumps(kept_launches(watch)))
         return
     for part in parts:
-        calls = {
-            "attend": attend_calls,
-            "selection": selection_calls,
-            "store": store_calls,
-            "store_index": store_calls,
-        }.get(part, index_calls)
         for of in PARTS[part]:
-            compare(calls, part, of, launched, bound)
+            compare(CALLS.get(part, index_calls), part, of, watch)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Launches of a call, to be issued again without Triton's binder.
+"""Launches of a call, to be issued again without Triton's binder and launcher.
 
 Before each launch Triton looks at every argument, some 70 of attention, to find the compiled kernel
 that suits them. A call whose tensors have the dtypes, shapes, strides and alignment of an earlier
@@ -8,14 +8,17 @@ model after the first, and each step after the first of its kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.compiler import CompiledKernel
+
+from .c_launch import CLaunch, c_launch, current_stream, is_watched
+from .launch import with_base
 
 TRITON_VERSIONS = ("3.6.",)
 """Whose compiled kernels are known to take all arguments of the source, in its order."""
@@ -23,8 +26,14 @@ TRITON_VERSIONS = ("3.6.",)
 MAX_KINDS = 128
 """Of calls whose launches are kept together: a plan may be updated to any number of rows."""
 
-Step = tuple[Callable[..., object], list[object], list[tuple[int, int]]]
-"""What is called, with which arguments, and which of them are a call's own: (argument, tensor)."""
+
+class _Step(NamedTuple):
+    """A launch by way of Triton, or a change of a tensor."""
+
+    call: Callable[..., object]
+    arguments: list[object]
+    own: dict[int, int]  # of the arguments, those that are a call's own: which of its tensors
+    launch: CLaunch | None  # the same, where it can do without Triton
 
 
 def kind(x: torch.Tensor) -> tuple[object, ...]:
@@ -40,36 +49,59 @@ class Recording:
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         self._own = {x.data_ptr(): i for i, x in enumerate(own)}
-        self._steps: list[Step] = []
+        self._steps: list[_Step] = []
+        self._goes_by_c = False
         self.complete = triton.__version__.startswith(TRITON_VERSIONS)
 
-    def add(self, call: Callable[..., object], arguments: list[object]) -> None:
-        own = []
+    def add_change(self, method: Callable[..., object], arguments: list[object]) -> None:
+        """``method(*arguments)``, of a tensor."""
+        self._add(method, arguments, self._places(arguments), None)
+
+    def add_launch(
+        self, compiled: CompiledKernel, grid: tuple[int, int, int], arguments: list[object]
+    ) -> None:
+        """``compiled[grid](*arguments)``."""
+        own = self._places(arguments)
+        self._add(compiled[grid], arguments, own, c_launch(compiled, grid, arguments, own))
+
+    def _add(
+        self,
+        call: Callable[..., object],
+        arguments: list[object],
+        own: dict[int, int],
+        launch: CLaunch | None,
+    ) -> None:
+        for at in own:
+            # What stays is kept alive here; what does not is not.
+            x = arguments[at]
+            arguments[at] = None if isinstance(x, torch.Tensor) else with_base(x, None)
+        self._steps.append(_Step(call, arguments, own, launch))
+        self._goes_by_c |= launch is not None
+
+    def _places(self, arguments: Iterable[object]) -> dict[int, int]:
+        """Which of the arguments are a call's own, and which of its tensors they are."""
+        own = {}
         for at, x in enumerate(arguments):
             # A descriptor has a tensor, and all else of it is of the tensor's kind. A launch takes
             # no more than the address, so a view of another dtype is as good as the tensor.
             tensor = getattr(x, "base", x)
             if isinstance(tensor, torch.Tensor) and tensor.data_ptr() in self._own:
-                own.append((at, self._own[tensor.data_ptr()]))
-                # What stays is kept alive here; what does not is not.
-                arguments[at] = None if x is tensor else _with_base(x, None)
-        self._steps.append((call, arguments, own))
+                own[at] = self._own[tensor.data_ptr()]
+        return own
 
     def replay(self, own: Sequence[torch.Tensor]) -> None:
         """The same launches for other tensors of the same kinds, in the same order."""
-        for call, kept, places in self._steps:
+        stream = current_stream() if self._goes_by_c and not is_watched() else None
+        addresses = [x.data_ptr() for x in own]
+        for call, kept, places, launch in self._steps:
+            if launch is not None and stream is not None:
+                launch.issue(addresses, stream)
+                continue
             arguments = kept.copy()
-            for at, which in places:
+            for at, which in places.items():
                 x, tensor = arguments[at], own[which]
-                arguments[at] = tensor if x is None else _with_base(x, tensor)
+                arguments[at] = tensor if x is None else with_base(x, tensor)
             call(*arguments)
-
-
-def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
-    """As another one, of another tensor of the same kind; :func:`copy.copy` takes 5 us."""
-    other = object.__new__(type(descriptor))
-    other.__dict__.update(descriptor.__dict__, base=base)
-    return other
 
 
 _RECORDING: ContextVar[Recording | None] = ContextVar("msattn_recording", default=None)
@@ -129,7 +161,7 @@ def start(kernel: Any, grid: tuple[int, ...], /, *args: object, **kwargs: Any) -
         return
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | kwargs
-    recording.add(compiled[(*grid, 1, 1)[:3]], [values[name] for name in names])
+    recording.add_launch(compiled, (*grid, 1, 1)[:3], [values[name] for name in names])
 
 
 def decline() -> None:
@@ -154,4 +186,4 @@ def _change(method: Callable[..., object], x: torch.Tensor, *arguments: object) 
     method(x, *arguments)
     recording = _RECORDING.get()
     if recording is not None:
-        recording.add(method, [x, *arguments])
+        recording.add_change(method, [x, *arguments])
