@@ -71,7 +71,7 @@ HOPPER_ROWS = {
 HOPPER_ROWS_LOOP = 2
 """Uses of them in the loop, in narrow pools: what a page that is seen in part is masked by."""
 
-HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 40, "_scores_kernel": 72}
+HOPPER_SPILLS = {"_union_kernel": 112, "_attend_tiles_kernel": 40, "_scores_kernel": 40}
 """Bytes that a program keeps in local memory."""
 MERGE_SPILLS = 1184
 """Of the one that merges 64 rows of a token."""

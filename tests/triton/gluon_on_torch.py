@@ -480,7 +480,7 @@ class Gluon(_Namespace):
         """A layout: where a tile's elements lie is nobody's business here."""
 
     BlockedLayout = DistributedLinearLayout = DotOperandLayout = _no_layout
-    NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = _no_layout
+    NVMMADistributedLayout = NVMMASharedLayout = SwizzledSharedLayout = SliceLayout = _no_layout
 
     def program_id(self, axis: int) -> Value:
         return Value(_tensor(self.machine.program[axis]))

@@ -50,11 +50,11 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 class Constants(NamedTuple):
     """What the kernel is compiled with, besides the shapes."""
 
-    products: int  # that a consumer's rows are cut into
     pages: int  # in the ring
+    parts: int  # of a row's maximum, 4 or 2: how many threads leave one in shared memory
 
 
-WIDE, NARROW = Constants(2, 5), Constants(2, 8)
+WIDE, NARROW = Constants(5, 2), Constants(8, 4)
 """For keys of 16 bits, with which the ring and the queries fill the shared memory, and of 8."""
 
 
@@ -148,6 +148,7 @@ def _score_blocks(
     num_tiles,
     first_row,
     queries,
+    maxima,
     ring,
     full,
     empty,
@@ -158,19 +159,25 @@ def _score_blocks(
     CONSUMER: gl.constexpr,
     HEADS: gl.constexpr,
     TOKENS: gl.constexpr,
-    PRODUCTS: gl.constexpr,
     PAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     KEY_BYTES: gl.constexpr,
 ):
-    """A consumer: the largest product of each of its rows with the keys of each block."""
-    M: gl.constexpr = HALF // PRODUCTS
-    FIRST: gl.constexpr = CONSUMER * PRODUCTS
+    """A consumer: the largest product of each of its rows with the keys of each block.
+
+    The maxima of a block's two products wait in shared memory for the next block's products, under
+    which those of a row's threads are compared and stored.
+    """
+    M: gl.constexpr = HALF // 2
+    FIRST: gl.constexpr = CONSUMER * 2
     product: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32 // KEY_BYTES]
     )
     zero = gl.zeros([M, BLOCK], gl.float32, layout=product)
     r = gl.arange(0, M, layout=gl.SliceLayout(1, product)) + FIRST * M
     n = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, product))
+    maxima = maxima.index(CONSUMER)
+    maxima_a, maxima_b = maxima.slice(0, M, dim=0), maxima.slice(M, M, dim=0)
     step = 0
     for i in range(last - first + 1):
         tile, block, end_block = _part(tiles_ptr, ends_ptr, num_tiles, i, begin, end, first, last)
@@ -184,7 +191,7 @@ def _score_blocks(
             table = page_table_ptr + request.to(gl.int64) * stride_table
             next_page = gl.load(table + block)
             gl.thread_barrier()
-            for j in gl.static_range(PRODUCTS):
+            for j in gl.static_range(2):
                 _load_queries(
                     q_ptr + row.to(gl.int64) * stride_q_row,
                     stride_q_row, stride_q_head, stride_q_dim,
@@ -192,35 +199,38 @@ def _score_blocks(
                 )  # fmt: skip
             fence_async_shared()
             gl.thread_barrier()
-            tile_out = out_ptr + (row - first_row).to(gl.int64) * stride_out_row
+            block_out = (
+                out_ptr
+                + (row - first_row).to(gl.int64) * stride_out_row
+                + block * stride_out_block.to(gl.int64)
+            )
+            rows = (stride_out_head, stride_out_row, first_row - row, end_row - row)
+            was_mapped = False
             for at in range(block, end_block):
                 page = next_page
                 next_page = gl.load(table + gl.minimum(at + 1, end_block - 1))
-                is_mapped = (page >= 0) & (page < num_pages)
-                block_out = tile_out + at * stride_out_block.to(gl.int64)
-                rest = (
-                    block_out, stride_out_head, stride_out_row, first_row - row, end_row - row,
-                    is_mapped, at >= first_partial, position - at * BLOCK,
-                )  # fmt: skip
                 slot = step % PAGES
                 keys = ring.index(slot).permute((1, 0))
                 mbarrier.wait(full.index(slot), (step // PAGES) & 1)
                 a = warpgroup_mma(queries.index(FIRST), keys, zero, use_acc=False, is_async=True)
-                if PRODUCTS == 2:
-                    b = warpgroup_mma(
-                        queries.index(FIRST + 1), keys, zero, use_acc=False, is_async=True
+                b = warpgroup_mma(
+                    queries.index(FIRST + 1), keys, zero, use_acc=False, is_async=True
+                )
+                if at > block:
+                    _store_scores(
+                        maxima, block_out, was_mapped, rows, CONSUMER, HEADS, TOKENS, PARTS
                     )
-                    a = warpgroup_mma_wait(1, deps=(a,))
-                    _store_scores(a, r, n, rest, HEADS, TOKENS)
-                    gl.thread_barrier()  # else the assembler waits for b first
-                    b = warpgroup_mma_wait(0, deps=(b,))
-                    mbarrier.arrive(empty.index(slot), count=1)
-                    _store_scores(b, r + M, n, rest, HEADS, TOKENS)
-                else:
-                    a = warpgroup_mma_wait(0, deps=(a,))
-                    mbarrier.arrive(empty.index(slot), count=1)
-                    _store_scores(a, r, n, rest, HEADS, TOKENS)
+                    block_out += stride_out_block.to(gl.int64)
+                was_mapped = (page >= 0) & (page < num_pages)
+                sight = (n, at >= first_partial, position - at * BLOCK)
+                a = warpgroup_mma_wait(1, deps=(a,))
+                maxima_a.store(_own_maxima(a, r, sight, PARTS, TOKENS))
+                gl.thread_barrier()  # else the assembler waits for b first
+                b = warpgroup_mma_wait(0, deps=(b,))
+                mbarrier.arrive(empty.index(slot), count=1)
+                maxima_b.store(_own_maxima(b, r + M, sight, PARTS, TOKENS))
                 step += 1
+            _store_scores(maxima, block_out, was_mapped, rows, CONSUMER, HEADS, TOKENS, PARTS)
 
 
 @gluon.jit
@@ -248,17 +258,38 @@ def _load_queries(
 
 
 @gluon.jit
-def _store_scores(products, r, n, rest, HEADS: gl.constexpr, TOKENS: gl.constexpr):
-    """The maxima of a product's rows, over the keys that each row sees."""
-    out, stride_head, stride_row, first_token, tokens, is_mapped, is_partial, last_key = rest
-    head, token = r // TOKENS, r % TOKENS
+def _own_maxima(products, r, sight, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+    """The maxima of a product's rows ``[rows, PARTS]``, over the keys that each row sees."""
+    n, is_partial, last_key = sight
     if is_partial:
-        sees = n[None, :] <= (last_key + token)[:, None]
+        sees = n[None, :] <= (last_key + r % TOKENS)[:, None]
         products = gl.where(sees, products, float("-inf"))
-    score = gl.where(is_mapped, gl.reduce(products, 1, _maximum), float("-inf"))
+    # What a thread has of a row are pairs of neighbours, one of every four.
+    by_thread = gl.reshape(products, (products.shape[0], BLOCK // 8, PARTS, 4 // PARTS, 2))
+    pairs = gl.reduce(gl.reduce(by_thread, 4, _maximum), 1, _maximum)
+    return gl.reduce(pairs, 2, _maximum)
+
+
+@gluon.jit
+def _store_scores(
+    maxima,
+    out,
+    is_mapped,
+    rows,
+    CONSUMER: gl.constexpr,
+    HEADS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """A block's scores of a consumer's rows, one row for each thread."""
+    stride_head, stride_row, first_token, tokens = rows
+    by_row: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [4, 1], [1, 0])
+    r = gl.arange(0, HALF, layout=gl.SliceLayout(1, by_row)) + CONSUMER * HALF
+    head, token = r // TOKENS, r % TOKENS
     at = head.to(gl.int64) * stride_head + token.to(gl.int64) * stride_row
     live = (head < HEADS) & (token >= first_token) & (token < tokens)
-    gl.store(out + at, score, mask=live)
+    score = gl.reduce(maxima.load(by_row), 1, _maximum)
+    gl.store(out + at, gl.where(is_mapped, score, float("-inf")), mask=live)
 
 
 @gluon.jit(
@@ -293,8 +324,8 @@ def _scores_kernel(
     first_row,
     HEADS: gl.constexpr,
     TOKENS: gl.constexpr,
-    PRODUCTS: gl.constexpr,
     PAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     DTYPE: gl.constexpr,
     KEY_BYTES: gl.constexpr,  # of a number
     CONSUMER_REGISTERS: gl.constexpr,
@@ -303,7 +334,10 @@ def _scores_kernel(
     """out[h, t, b] = max(q[t, h] . k[j] for the keys j of block b up to t's position)"""
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 8 * KEY_BYTES, rank=2)
     ring = gl.allocate_shared_memory(DTYPE, [PAGES, BLOCK, D], lines)
-    queries = gl.allocate_shared_memory(DTYPE, [2 * PRODUCTS, HALF // PRODUCTS, D], lines)
+    queries = gl.allocate_shared_memory(DTYPE, [4, HALF // 2, D], lines)
+    maxima = gl.allocate_shared_memory(
+        gl.float32, [2, HALF, PARTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     full = gl.allocate_shared_memory(gl.int64, [PAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PAGES):
@@ -321,15 +355,15 @@ def _scores_kernel(
                 q_ptr, stride_q_row, stride_q_head, stride_q_dim,
                 out_ptr, stride_out_head, stride_out_row, stride_out_block,
                 num_pages, page_table_ptr, stride_table, tiles_ptr, ends_ptr, num_tiles, first_row,
-                queries, ring, full, empty, begin, end, first, last,
-                0, HEADS, TOKENS, PRODUCTS, PAGES, KEY_BYTES,
+                queries, maxima, ring, full, empty, begin, end, first, last,
+                0, HEADS, TOKENS, PAGES, PARTS, KEY_BYTES,
             )),
             (_score_blocks, (
                 q_ptr, stride_q_row, stride_q_head, stride_q_dim,
                 out_ptr, stride_out_head, stride_out_row, stride_out_block,
                 num_pages, page_table_ptr, stride_table, tiles_ptr, ends_ptr, num_tiles, first_row,
-                queries, ring, full, empty, begin, end, first, last,
-                1, HEADS, TOKENS, PRODUCTS, PAGES, KEY_BYTES,
+                queries, maxima, ring, full, empty, begin, end, first, last,
+                1, HEADS, TOKENS, PAGES, PARTS, KEY_BYTES,
             )),
             (_load_keys, (
                 k_desc, page_rows, num_pages, page_table_ptr, stride_table,
@@ -525,8 +559,8 @@ def score_rows(
         first_row,
         HEADS=heads,
         TOKENS=tokens,
-        PRODUCTS=chosen.products,
         PAGES=chosen.pages,
+        PARTS=chosen.parts,
         DTYPE=_gluon_dtype(keys.dtype),
         KEY_BYTES=keys.element_size(),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
