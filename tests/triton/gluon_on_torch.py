@@ -400,13 +400,15 @@ class MBarrier(_Namespace):
     def init(self, barrier: Barrier, *, count: int) -> None:
         barrier.init(count)
 
-    def expect(self, barrier: Barrier, size: Any) -> None:
+    def expect(self, barrier: Barrier, size: Any, pred: Any = True) -> None:
         self.machine.may_pause()
-        barrier.expect(int(_plain(size)))
+        if _plain(pred):
+            barrier.expect(int(_plain(size)))
 
-    def arrive(self, barrier: Barrier, *, count: int) -> None:
+    def arrive(self, barrier: Barrier, *, count: int, pred: Any = True) -> None:
         self.machine.may_pause()
-        barrier.arrive(count)
+        if _plain(pred):
+            barrier.arrive(count)
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         self.machine.wait(barrier, int(_plain(phase)))
@@ -421,7 +423,10 @@ class TMA(_Namespace):
         place: Sequence[Any],
         barrier: Barrier,
         target: SharedMemory,
+        pred: Any = True,
     ) -> None:
+        if not _plain(pred):
+            return
         if list(target.data.shape) != descriptor.block_shape:
             raise Fault(f"a box of {descriptor.block_shape} into {list(target.data.shape)}")
         read = partial(descriptor.read, *_sizes(place))
@@ -561,7 +566,7 @@ class Gluon(_Namespace):
         return Value(torch.zeros(_sizes(shape), dtype=dtype))
 
     def full(self, shape: Sequence[Any], value: Any, dtype: torch.dtype, *, layout: None) -> Value:
-        return Value(torch.full(_sizes(shape), _plain(value), dtype=dtype))
+        return Value(_tensor(_plain(value)).to(dtype).expand(_sizes(shape)).clone())
 
     def reshape(self, x: Value, shape: Sequence[Any]) -> Value:
         return Value(x.data.reshape(_sizes(shape)))

@@ -194,7 +194,7 @@ def _attend_few(
         few_rows.attend(q, cache, plan, rows, lists, softmax_scale, q_scale, out, lse)
         return
     tile = decode.choose(plan, slots)
-    if tile is None or not (is_read and decode.pays(plan, tile, slots)):
+    if tile is None or not (is_read and decode.pays(plan, tile)):
         twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)

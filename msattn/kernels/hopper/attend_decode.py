@@ -33,19 +33,17 @@ from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_union import BLOCK, LN2, D, load_factor, rows_of_a_token
 from .narrow import in_order_of_k, in_order_of_v, narrow_scores, narrow_v, widen
 from .page_ring import (
+    MAX_TOKENS,
     first_token_of,
-    load_entry,
     load_pages,
-    own_pages,
     page_of,
+    read_fact,
     step_arguments,
 )
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
 
 COLUMNS = 32
 """Of a consumer, if a token has no more: with twice as many, narrow pages spill."""
-MAX_TOKENS = 8
-"""Of a tile: more of them share too little."""
 DIRECT_ENTRIES = 20
 """Entries of a program up to which each token is a tile: lists would take longer than they save."""
 NVFP4_ENTRY = 1.6
@@ -90,7 +88,8 @@ def _attend_columns(
     stride_lse_h,
     parts,
     requests,
-    blocks,
+    counts_ptr,
+    num_slots,
     work,
     scale,
     out_scale,
@@ -98,6 +97,7 @@ def _attend_columns(
     weights,
     ring,
     scales,
+    facts,
     full,
     empty,
     CONSUMER: gl.constexpr,
@@ -105,7 +105,6 @@ def _attend_columns(
     EACH: gl.constexpr,  # query tokens of a consumer
     GROUP: gl.constexpr,
     GROUP_ROWS: gl.constexpr,
-    SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     FORMAT: gl.constexpr,
     E5M2: gl.constexpr,
@@ -115,14 +114,8 @@ def _attend_columns(
     HAS_LSE: gl.constexpr,
 ):
     """A consumer: online softmax of its columns over the entries of the program's share."""
-    # fmt: off
-    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
-    (
-        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
-        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
-    ) = blocks
+    tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, _seq_lens_ptr = requests
     share, at, end, unit, before, num_heads = work
-    # fmt: on
     COLUMNS: gl.constexpr = EACH * GROUP_ROWS
     MINE: gl.constexpr = (1 << EACH) - 1
     DTYPE: gl.constexpr = queries.dtype
@@ -140,12 +133,12 @@ def _attend_columns(
     while at < end:
         size = unit_size(unit, counts_ptr, tile_request_ptr, num_heads, num_slots, True, DIRECT)
         tile, head = unit // num_heads, unit % num_heads
-        first_row = tile if DIRECT else gl.load(tile_row_ptr + tile)
-        ids = block_ids_ptr + first_row.to(gl.int64) * stride_ids_t + head * stride_ids_h
-        request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
-        seq_len = gl.load(seq_lens_ptr + request)
-        end_row = gl.load(cu_seqlens_ptr + request + 1)
-        first_position = seq_len - (end_row - first_row)
+        # A tile of one token has that token's number, and all of them are the step's.
+        first_row = tile
+        if not DIRECT:
+            first_row = gl.load(tile_row_ptr + tile)
+            request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
+            end_row = gl.load(cu_seqlens_ptr + request + 1)
         r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, whole))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, whole))
         row = first_row + CONSUMER * EACH + r // GROUP_ROWS
@@ -160,15 +153,6 @@ def _attend_columns(
             mask=live[:, None],
             other=0,
         )
-        group = unit.to(gl.int64) * max_list
-        pages, count = 0, 0
-        if DIRECT:
-            pages = own_pages(
-                ids, first_position, page_table_ptr + request * stride_table,
-                num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 4,
-            )  # fmt: skip
-        else:
-            count = gl.load(counts_ptr + unit)
         if FP8_QUERY:
             q = widen(q, False)
         q = (q.to(gl.float32) * SIGN).to(DTYPE)
@@ -180,67 +164,57 @@ def _attend_columns(
         running_max = gl.full([COLUMNS], -1e30, gl.float32, layout=column)
         running_sum = _sum_own(zero)
         acc = zero
-        for i in range(at - before, gl.minimum(end - before, size)):
-            page, block, tokens = load_entry(
-                i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
-                SLOTS, 4, DIRECT,
-            )  # fmt: skip
-            if page >= 0:
-                k_slot, v_slot = step % STAGES, (step + 1) % STAGES
-                k_phase, v_phase = (step // STAGES) & 1, ((step + 1) // STAGES) & 1
-                step += 2
-                k, k_scales = page_of(ring, scales, k_slot, FORMAT)
-                v, v_scales = page_of(ring, scales, v_slot, FORMAT)
-                mbarrier.wait(full.index(k_slot), k_phase)
-                if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
-                    if FORMAT != WIDE:
-                        s = narrow_scores(
-                            k, k_scales, queries, empty.index(k_slot), zero, operand,
-                            COLUMNS > 32, FORMAT, E5M2,
-                        )  # fmt: skip
-                    else:
-                        s = warpgroup_mma(
-                            k, queries.permute((1, 0)), zero, use_acc=False, is_async=True
-                        )
-                        s = warpgroup_mma_wait(0, deps=(s,))
-                        mbarrier.arrive(empty.index(k_slot), count=1)
-                    first_token = first_token_of(seq_len, block, FORMAT)
-                    last = gl.where(
-                        ((tokens >> token) & 1) != 0,
-                        first_position + token - block * BLOCK - first_token,
-                        -1,
-                    )
-                    sees = (n >= -first_token)[:, None] & (n[:, None] <= last[None, :])
-                    s = gl.where(sees, s, float("-inf"))
-                    new_max = gl.maximum(running_max, gl.max(s, 0) * scale)
-                    rescale = gl.exp2(running_max - new_max)
-                    p = gl.exp2(s * scale - new_max[None, :])
-                    running_max = new_max
-                    weights.permute((1, 0)).store(p.to(DTYPE))
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    running_sum = _scale_own(running_sum, rescale) + _sum_own(p)
-                    acc = acc * rescale[None, :]
-                    mbarrier.wait(full.index(v_slot), v_phase)
-                    if FORMAT != WIDE:
-                        acc = warpgroup_mma(
-                            narrow_v(
-                                v, v_scales, seq_len - block * BLOCK, operand, FORMAT, E5M2
-                            ),
-                            weights.permute((1, 0)), acc, is_async=True,
-                        )  # fmt: skip
-                        mbarrier.arrive(empty.index(v_slot), count=1)
-                        acc = warpgroup_mma_wait(0, deps=(acc,))
-                    else:
-                        acc = warpgroup_mma(
-                            v.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True
-                        )
-                        acc = warpgroup_mma_wait(0, deps=(acc,))
-                        mbarrier.arrive(empty.index(v_slot), count=1)
+        for _ in range(at - before, gl.minimum(end - before, size)):
+            k_slot, v_slot = step % STAGES, (step + 1) % STAGES
+            k_phase, v_phase = (step // STAGES) & 1, ((step + 1) // STAGES) & 1
+            step += 2
+            k, k_scales = page_of(ring, scales, k_slot, FORMAT)
+            v, v_scales = page_of(ring, scales, v_slot, FORMAT)
+            mbarrier.wait(full.index(k_slot), k_phase)
+            tokens, position, num_keys = read_fact(facts.index(k_slot))
+            if ((tokens >> (CONSUMER * EACH)) & MINE) != 0:
+                if FORMAT != WIDE:
+                    s = narrow_scores(
+                        k, k_scales, queries, empty.index(k_slot), zero, operand,
+                        COLUMNS > 32, FORMAT, E5M2,
+                    )  # fmt: skip
                 else:
+                    s = warpgroup_mma(
+                        k, queries.permute((1, 0)), zero, use_acc=False, is_async=True
+                    )
+                    s = warpgroup_mma_wait(0, deps=(s,))
                     mbarrier.arrive(empty.index(k_slot), count=1)
-                    mbarrier.wait(full.index(v_slot), v_phase)
+                first_token = first_token_of(num_keys, FORMAT)
+                last = gl.where(((tokens >> token) & 1) != 0, position + token - first_token, -1)
+                sees = (n >= -first_token)[:, None] & (n[:, None] <= last[None, :])
+                s = gl.where(sees, s, float("-inf"))
+                new_max = gl.maximum(running_max, gl.max(s, 0) * scale)
+                rescale = gl.exp2(running_max - new_max)
+                p = gl.exp2(s * scale - new_max[None, :])
+                running_max = new_max
+                weights.permute((1, 0)).store(p.to(DTYPE))
+                fence_async_shared()
+                gl.thread_barrier()
+                running_sum = _scale_own(running_sum, rescale) + _sum_own(p)
+                acc = acc * rescale[None, :]
+                mbarrier.wait(full.index(v_slot), v_phase)
+                if FORMAT != WIDE:
+                    acc = warpgroup_mma(
+                        narrow_v(v, v_scales, num_keys, operand, FORMAT, E5M2),
+                        weights.permute((1, 0)), acc, is_async=True,
+                    )  # fmt: skip
                     mbarrier.arrive(empty.index(v_slot), count=1)
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                else:
+                    acc = warpgroup_mma(
+                        v.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True
+                    )
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    mbarrier.arrive(empty.index(v_slot), count=1)
+            else:
+                mbarrier.arrive(empty.index(k_slot), count=1)
+                mbarrier.wait(full.index(v_slot), v_phase)
+                mbarrier.arrive(empty.index(v_slot), count=1)
 
         total = gl.convert_layout(gl.sum(gl.sum(running_sum, 0), 0), column)
         numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[
@@ -265,12 +239,15 @@ def _attend_columns(
             if HAS_LSE:
                 lse = gl.where(is_empty, float("-inf"), (running_max + gl.log2(total)) * LN2)
                 own_row, member = first_row + token, c % GROUP_ROWS
+                own = member < GROUP
+                if not DIRECT:
+                    own &= own_row < end_row
                 gl.store(
                     lse_ptr
                     + own_row.to(gl.int64) * stride_lse_t
                     + (head * GROUP + member) * stride_lse_h,
                     lse,
-                    mask=(own_row < end_row) & (member < GROUP),
+                    mask=own,
                 )
         before += size
         at = gl.minimum(before, end)
@@ -365,6 +342,7 @@ def _decode_kernel(
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, D], lines)
     weights = gl.allocate_shared_memory(DTYPE, [CONSUMERS, COLUMNS, BLOCK], lines)
+    facts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
@@ -403,14 +381,15 @@ def _decode_kernel(
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
-                    parts, requests, blocks, work, scale, out_scale,
-                    queries, weights, ring, scales, full, empty,
-                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    parts, requests, counts_ptr, num_slots, work, scale, out_scale,
+                    queries, weights, ring, scales, facts, full, empty,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (load_pages, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
-                    ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
+                    ring, scales, facts, full, empty,
+                    SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT, True,
                 )),
             ],
             [1],
@@ -423,23 +402,24 @@ def _decode_kernel(
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
-                    parts, requests, blocks, work, scale, out_scale,
-                    queries, weights, ring, scales, full, empty,
-                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    parts, requests, counts_ptr, num_slots, work, scale, out_scale,
+                    queries, weights, ring, scales, facts, full, empty,
+                    0, CONSUMERS, EACH, GROUP, GROUP_ROWS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (_attend_columns, (
                     q_ptr, stride_q_t, stride_q_h, stride_q_d,
                     out_ptr, stride_out_t, stride_out_h, stride_out_d,
                     lse_ptr, stride_lse_t, stride_lse_h,
-                    parts, requests, blocks, work, scale, out_scale,
-                    queries, weights, ring, scales, full, empty,
-                    1, CONSUMERS, EACH, GROUP, GROUP_ROWS, SLOTS, STAGES,
+                    parts, requests, counts_ptr, num_slots, work, scale, out_scale,
+                    queries, weights, ring, scales, facts, full, empty,
+                    1, CONSUMERS, EACH, GROUP, GROUP_ROWS, STAGES,
                     FORMAT, E5M2, FP8_QUERY, SIGN, DIRECT, HAS_LSE,
                 )),
                 (load_pages, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
-                    ring, scales, full, empty, SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT,
+                    ring, scales, facts, full, empty,
+                    SLOTS, STAGES, SIDE_BYTES, FORMAT, DIRECT, True,
                 )),
             ],
             [4, 1],
@@ -499,18 +479,15 @@ def choose(plan: Plan, slots: int) -> Tile | None:
     if length == 1 and slots <= MAX_DIRECT_SLOTS:
         return Tile(1, group_rows, 1)
     each = min(max(COLUMNS // group_rows, 1), length)
-    consumers = 2 if length > each and 2 * each <= MAX_TOKENS else 1
+    consumers = 2 if length > each and 2 * each <= MAX_TOKENS.value else 1
     tile = Tile(each, group_rows, consumers)
     fits = launch.power_of_two_above(slots) * tile.tokens <= MAX_LIST
     return tile if fits else None
 
 
-def pays(plan: Plan, tile: Tile, slots: int) -> bool:
-    """The twin was slower: it reads 16 bit pages as fast, and has less to start for few entries."""
-    if tile.tokens > 1:
-        return plan.kv_format.is_fp8
-    is_narrow = plan.kv_format.is_fp8 or bool(plan.kv_format.scale_group)
-    return plan.query_len_class > 1 or (is_narrow and _entries_of_a_program(plan, slots) >= 1)
+def pays(plan: Plan, tile: Tile) -> bool:
+    """The twin was slower, but for unions of 16 bit pages, which it reads as fast."""
+    return tile.tokens == 1 or plan.kv_format.is_fp8
 
 
 def is_few(plan: Plan, slots: int) -> bool:

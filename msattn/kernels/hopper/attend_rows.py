@@ -158,7 +158,7 @@ def _attend_rows(
                 s = warpgroup_mma_wait(0, deps=(s,))
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if block >= first_partial:
-                    first_token = first_token_of(seq_len, block, FORMAT)
+                    first_token = first_token_of(seq_len - block * BLOCK, FORMAT)
                     last_key = first_position + token - block * BLOCK - first_token
                     sees = (n >= -first_token)[None, :] & (n[None, :] <= last_key[:, None])
                     s = gl.where(sees, s, float("-inf"))
@@ -386,7 +386,7 @@ def _rows_kernel(
                 )),
                 (load_pages, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
-                    pages, pages, full, empty, 1, PAGES, BLOCK * D * 2, FORMAT, False,
+                    pages, pages, full, full, empty, 1, PAGES, BLOCK * D * 2, FORMAT, False, False,
                 )),
             ],
             [4, 1],
@@ -415,8 +415,8 @@ def _rows_kernel(
                 )),
                 (load_pages, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc, requests, blocks, work,
-                    narrow, scales, narrow_full, narrow_empty, 1, STAGES,
-                    BLOCK * WIDTH + (8 * BLOCK if FORMAT == NVFP4 else 0), FORMAT, False,
+                    narrow, scales, narrow_full, narrow_full, narrow_empty, 1, STAGES,
+                    BLOCK * WIDTH + (8 * BLOCK if FORMAT == NVFP4 else 0), FORMAT, False, False,
                 )),
             ],
             [4, 4, 1],

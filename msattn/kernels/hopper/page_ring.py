@@ -20,6 +20,9 @@ from ..triton.tiles import NVFP4
 from .attend_union import BLOCK, HALF, D
 from .shares import CUT_COST, MIN_SHARE, unit_size
 
+MAX_TOKENS = gl.constexpr(8)
+"""Query tokens of a tile whose consumers are told of its entries."""
+
 
 @gluon.jit
 def _slots(SLOTS: gl.constexpr, WARPS: gl.constexpr):
@@ -77,7 +80,7 @@ def load_entry(
 
 
 @gluon.jit
-def first_token_of(seq_len, block, FORMAT: gl.constexpr):
+def first_token_of(num_keys, FORMAT: gl.constexpr):
     """Of a page as it is loaded: it ends with the sequence, behind which may be anything, NaN too.
 
     What lies before the page's first token, the engine fills with zeros. NVFP4 pages are whole:
@@ -86,7 +89,69 @@ def first_token_of(seq_len, block, FORMAT: gl.constexpr):
     if FORMAT == NVFP4:
         return 0
     else:
-        return gl.minimum(seq_len - block * BLOCK, BLOCK) - BLOCK
+        return gl.minimum(num_keys, BLOCK) - BLOCK
+
+
+@gluon.jit
+def _tell(fact, position, num_keys, tokens):
+    """What consumers are told of an entry: see :func:`read_fact`."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # Sees all of the page, or nothing of it, at the latest.
+    last = gl.maximum(gl.minimum(position, BLOCK), -MAX_TOKENS) + MAX_TOKENS
+    keys = gl.maximum(gl.minimum(num_keys, BLOCK), 0)
+    word = tokens << 16 | last << 8 | keys
+    fact.store(gl.full([1], word, gl.int32, layout=layout))
+
+
+@gluon.jit
+def read_fact(fact):
+    """Of an entry: which tokens chose it, the first one's position, and the keys of its page.
+
+    The position is one in the page, and right where that matters; no token chose what is no page.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    word = gl.max(fact.load(layout), 0)
+    return word >> 16, (word >> 8 & 0xFF) - MAX_TOKENS, word & 0xFF
+
+
+@gluon.jit
+def _load_page(
+    k_desc,
+    v_desc,
+    k_scales_desc,
+    v_scales_desc,
+    page,
+    head,
+    first_token,
+    ring,
+    scales,
+    full,
+    step,
+    STAGES: gl.constexpr,
+    SIDE_BYTES: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """K and V of a page into the next two places; of page -1 nothing, which is there at once."""
+    is_there = page >= 0
+    for side in gl.static_range(2):
+        slot = (step + side) % STAGES
+        mbarrier.expect(full.index(slot), SIDE_BYTES, pred=is_there)
+        tma.async_copy_global_to_shared(
+            k_desc if side == 0 else v_desc,
+            [page, head, first_token, 0],
+            full.index(slot),
+            ring.index(slot),
+            pred=is_there,
+        )
+        if FORMAT == NVFP4:
+            tma.async_copy_global_to_shared(
+                k_scales_desc if side == 0 else v_scales_desc,
+                [page, head, 0, 0],
+                full.index(slot),
+                scales.index(slot),
+                pred=is_there,
+            )
+        mbarrier.arrive(full.index(slot), count=1, pred=page < 0)
 
 
 @gluon.jit
@@ -100,6 +165,7 @@ def load_pages(
     work,
     ring,
     scales,
+    facts,
     full,
     empty,
     SLOTS: gl.constexpr,
@@ -107,6 +173,7 @@ def load_pages(
     SIDE_BYTES: gl.constexpr,
     FORMAT: gl.constexpr,
     DIRECT: gl.constexpr,
+    TELLS: gl.constexpr,  # consumers of each entry, else they know
 ):
     """The producer: K and V of each entry of the program's share."""
     # fmt: off
@@ -126,10 +193,10 @@ def load_pages(
         ids = block_ids_ptr + row.to(gl.int64) * stride_ids_t + head * stride_ids_h
         request = gl.maximum(gl.load(tile_request_ptr + tile), 0)
         seq_len = gl.load(seq_lens_ptr + request)
+        position = seq_len - (gl.load(cu_seqlens_ptr + request + 1) - row)
         group = unit.to(gl.int64) * max_list
         pages, count = 0, 0
         if DIRECT:
-            position = seq_len - (gl.load(cu_seqlens_ptr + request + 1) - row)
             pages = own_pages(
                 ids, position, page_table_ptr + request * stride_table,
                 num_slots, num_blocks, num_pages, stride_ids_k, SLOTS, 1,
@@ -137,32 +204,25 @@ def load_pages(
         else:
             count = gl.load(counts_ptr + unit)
         for i in range(at - before, gl.minimum(end - before, size)):
-            page, block, _ = load_entry(
+            page, block, tokens = load_entry(
                 i, pages, ids, stride_ids_k, entries_ptr + group, pages_ptr + group, count,
                 SLOTS, 1, DIRECT,
             )  # fmt: skip
-            if page >= 0:
-                first_token = first_token_of(seq_len, block, FORMAT)
+            if TELLS or page >= 0:
                 # Both together: K and V of a token may be neighbours, in the same row of memory.
                 for side in gl.static_range(2):
                     phase = ((step + side) // STAGES) & 1
                     mbarrier.wait(empty.index((step + side) % STAGES), phase ^ 1)
-                for side in gl.static_range(2):
-                    slot = (step + side) % STAGES
-                    mbarrier.expect(full.index(slot), SIDE_BYTES)
-                    tma.async_copy_global_to_shared(
-                        k_desc if side == 0 else v_desc,
-                        [page, head, first_token, 0],
-                        full.index(slot),
-                        ring.index(slot),
-                    )
-                    if FORMAT == NVFP4:
-                        tma.async_copy_global_to_shared(
-                            k_scales_desc if side == 0 else v_scales_desc,
-                            [page, head, 0, 0],
-                            full.index(slot),
-                            scales.index(slot),
-                        )
+                if TELLS:
+                    _tell(
+                        facts.index(step % STAGES), position - block * BLOCK,
+                        seq_len - block * BLOCK, gl.where(page >= 0, tokens, 0),
+                    )  # fmt: skip
+                _load_page(
+                    k_desc, v_desc, k_scales_desc, v_scales_desc, page, head,
+                    first_token_of(seq_len - block * BLOCK, FORMAT), ring, scales, full, step,
+                    STAGES, SIDE_BYTES, FORMAT,
+                )  # fmt: skip
                 step += 2
         before += size
         at = gl.minimum(before, end)
