@@ -533,7 +533,12 @@ class Gluon(_Namespace):
         self.machine.run_partitions(functions)
 
     def load(
-        self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = ""
+        self,
+        pointer: Pointer,
+        mask: Any = None,
+        other: Any = None,
+        cache_modifier: str = "",
+        volatile: bool = False,
     ) -> Value:
         if mask is not None and other is None:
             raise NotImplementedError("load with a mask and no other")

@@ -254,6 +254,50 @@ def _attend_columns(
         unit += 1
 
 
+@gluon.jit
+def _look_ahead(
+    q_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_q_d,
+    requests,
+    blocks,
+    unit,
+    num_requests,
+    num_units,
+    num_heads,
+    GROUP: gl.constexpr,
+):
+    """Loads what a unit is found by, for the caches' sake: the kernel before may still run.
+
+    That may yet write what is loaded, and the unit is the program's first one if the step fills the
+    plan. So nothing is kept.
+    """
+    # fmt: off
+    tile_request_ptr, _tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr = requests
+    (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        _entries_ptr, _pages_ptr, _counts_ptr, _max_list, num_slots, num_blocks, _num_pages,
+    ) = blocks
+    # fmt: on
+    unit = gl.minimum(unit, num_units - 1)
+    tile, head = unit // num_heads, unit % num_heads
+    request = unit * num_requests // num_units
+    gl.load(cu_seqlens_ptr + num_requests, volatile=True)
+    gl.load(cu_seqlens_ptr + request + 1, volatile=True)
+    gl.load(seq_lens_ptr + request, volatile=True)
+    gl.load(tile_request_ptr + tile, volatile=True)
+    i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    row = tile.to(gl.int64)
+    ids = block_ids_ptr + row * stride_ids_t + head * stride_ids_h
+    gl.load(ids + i * stride_ids_k, mask=i < num_slots, other=0, volatile=True)
+    # A page table's lines are of 32 pages, a query's of 64 numbers of 16 bits.
+    pages = page_table_ptr + request * stride_table
+    gl.load(pages + i * 32, mask=i * 32 < num_blocks, other=0, volatile=True)
+    queries = q_ptr + row * stride_q_t + (head * GROUP + i // 2) * stride_q_h
+    gl.load(queries + i % 2 * 64 * stride_q_d, mask=i < 2 * GROUP, other=0, volatile=True)
+
+
 @gluon.jit(
     do_not_specialize=[
         "stride_table", "num_requests", "num_units", "num_slots", "num_blocks", "num_pages",
@@ -351,6 +395,22 @@ def _decode_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
+    # fmt: off
+    requests = (tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr)
+    blocks = (
+        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
+        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
+    )
+    # fmt: on
+    if DIRECT and num_units > 0:
+        _share, _at, _end, unit, _before = find_share(
+            counts_ptr, tile_request_ptr, num_units * gl.maximum(num_slots, 1),
+            num_units, num_heads, num_slots, min_share, cut_cost, 4, DIRECT,
+        )  # fmt: skip
+        _look_ahead(
+            q_ptr, stride_q_t, stride_q_h, stride_q_d, requests, blocks,
+            unit, num_requests, num_units, num_heads, GROUP,
+        )  # fmt: skip
     gdc_wait()
     gdc_launch_dependents()
     num_rows = gl.load(cu_seqlens_ptr + num_requests)
@@ -368,11 +428,6 @@ def _decode_kernel(
     gl.thread_barrier()
     # fmt: off
     parts = (partial_out_ptr, partial_state_ptr, arrivals_ptr)
-    requests = (tile_request_ptr, tile_row_ptr, cu_seqlens_ptr, seq_lens_ptr)
-    blocks = (
-        block_ids_ptr, stride_ids_t, stride_ids_h, stride_ids_k, page_table_ptr, stride_table,
-        entries_ptr, pages_ptr, counts_ptr, max_list, num_slots, num_blocks, num_pages,
-    )
     work = (share, at, end, unit, before, num_heads)
     if CONSUMERS == 1:
         gl.warp_specialize(
