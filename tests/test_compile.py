@@ -56,7 +56,7 @@ HOPPER_FEW = [
     ("fp16", 1, 16),
     ("fp8_e5m2", 1, 16),
 ]
-HOPPER_FEW_SPILLS = {16: {"bf16": 8, "fp16": 8}, 32: {"bf16": 32, "nvfp4": 168}, 64: {"bf16": 208}}
+HOPPER_FEW_SPILLS = {32: {"bf16": 32, "fp8_e4m3": 8, "nvfp4": 168}, 64: {"bf16": 208}}
 """Bytes that a program of as many columns keeps in local memory; most of them not in the loop."""
 
 HOPPER_ROWS = {

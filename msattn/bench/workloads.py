@@ -74,10 +74,11 @@ def grid() -> list[Workload]:
     contexts = ((8 * K, "8K"), (32 * K, "32K"), (128 * K, "128K"))
     steps = [
         Workload(f"step/{batch}x{name}", (1,) * batch, (context,) * batch)
-        for batch in (1, 8, 64, 128, 256)
+        for batch in (1, 8, 32, 64, 128, 256)
         for context, name in contexts
     ]
-    verify = [Workload(f"verify/{b}x4@128K", (4,) * b, (128 * K,) * b) for b in (8, 32)]
+    steps.append(Workload("step/8x1M", (1,) * 8, (1024 * K,) * 8))
+    verify = [Workload(f"verify/{b}x4@128K", (4,) * b, (128 * K,) * b) for b in (8, 32, 128)]
     chunks = [
         Workload(f"chunk/{new}@{name}", (new,), (new + before,))
         for new, before, name in (
@@ -85,6 +86,7 @@ def grid() -> list[Workload]:
             (512, 128 * K, "128K"),
             (2048, 32 * K, "32K"),
             (2048, 128 * K, "128K"),
+            (32 * K, 0, "0"),
         )
     ]
     return [*steps, *verify, *chunks]
