@@ -8,8 +8,9 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 
 from .cache import KVCache, Scale
+from .calls import Call
 from .checks import fail, require_number, require_output, require_tensor, require_type
-from .dispatch import Launch, Problem, nothing, prepare, refuse_backward
+from .dispatch import Launch, Problem, nothing, refuse_backward
 from .plan import Plan, require_rows
 from .store import MODEL_DTYPES
 
@@ -120,31 +121,59 @@ def prepare_attend(
     """The launch of :func:`attend`, and what it returns, still to be filled."""
     require_type("cache", cache, KVCache)
     require_type("plan", plan, Plan)
-    _check_cache(cache, plan)
+    options = (out, return_lse, lse_out, softmax_scale, q_scale)
+    call = Call(
+        "attend", impl, plan.launches(), cache.memory, q, block_ids, *options, plan.num_tokens
+    )
+    if not call.is_known:
+        _check_cache(cache, plan)
+        _check_tensors(q, block_ids, plan, out, lse_out)
+        scales = _scales(q, softmax_scale, q_scale)
+    if out is None:
+        out = torch.zeros(q.shape, dtype=_out_dtypes(q)[0], device=q.device)
+    lse = lse_out
+    if lse is None and return_lse:
+        lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+    result = out if lse is None else (out, lse)
+    if call.is_known:
+        return call.again(out, lse), result
+    problem = Problem(
+        "attend",
+        q.device,
+        plan.config,
+        cache.format,
+        q.dtype,
+        plan.num_blocks,
+        plan.query_len_class,
+    )
+    if not q.shape[0]:
+        return nothing(impl, problem), result
+    arguments = (q, cache, block_ids, plan, *scales, out, lse)
+    return call.first(problem, arguments, out, lse), result
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    block_ids: torch.Tensor,
+    plan: Plan,
+    out: torch.Tensor | None,
+    lse_out: torch.Tensor | None,
+) -> None:
     config, device = plan.config, plan.device
     q_shape = {"T": None, "Hq": config.num_q_heads, "D": config.head_dim}
     tokens = require_tensor("q", q, dtypes=QUERY_DTYPES, shape=q_shape, device=device).shape[0]
     require_rows("q", tokens, plan)
     ids_shape = {"T": tokens, "Hkv": config.num_kv_heads, "K": None}
     require_tensor("block_ids", block_ids, dtypes=[torch.int32], shape=ids_shape, device=device)
-    scales = _scales(q, softmax_scale, q_scale)
-    out_dtypes = MODEL_DTYPES if q.dtype == torch.float8_e4m3fn else (q.dtype,)
-    require_output("out", out, dtypes=out_dtypes, shape={**q_shape, "T": tokens}, device=device)
+    out_shape = {**q_shape, "T": tokens}
+    require_output("out", out, dtypes=_out_dtypes(q), shape=out_shape, device=device)
     lse_shape = {"T": tokens, "Hq": config.num_q_heads}
     require_output("lse_out", lse_out, dtypes=[torch.float32], shape=lse_shape, device=device)
 
-    if out is None:
-        out = torch.zeros(q.shape, dtype=out_dtypes[0], device=device)
-    lse = lse_out
-    if lse is None and return_lse:
-        lse = torch.full(tuple(lse_shape.values()), -math.inf, dtype=torch.float32, device=device)
-    result = out if lse is None else (out, lse)
-    problem = Problem(
-        "attend", device, config, cache.format, q.dtype, plan.num_blocks, plan.query_len_class
-    )
-    if not tokens:
-        return nothing(impl, problem), result
-    return prepare(impl, problem, q, cache, block_ids, plan, *scales, out, lse), result
+
+def _out_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """What an output may be; the first, unless a buffer is given."""
+    return MODEL_DTYPES if q.dtype == torch.float8_e4m3fn else (q.dtype,)
 
 
 def _check_cache(cache: KVCache, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from .checks import (
 )
 from .config import BLOCK_SIZE, MSAConfig
 from .kv_format import KVFormat
+from .recording import Memory, memory_of
 
 Scale = float | torch.Tensor
 Pool = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -139,6 +140,15 @@ class KVCache:
     def v(self) -> torch.Tensor:
         """V of a plain format: a view ``[pages, Hkv, 128, D]``."""
         return self._side(1)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """All that a stage looks at and a launch takes the address of."""
+        sides = self.nvfp4_views() if self.format.scale_group else (self.k, self.v)
+        scales = (self.k_scale, self.v_scale)
+        numbers = (None if isinstance(x, torch.Tensor) else x for x in scales)
+        tensors = (*sides, *(x for x in scales if isinstance(x, torch.Tensor)))
+        return memory_of(tensors, self.format, self.num_kv_heads, self.head_dim, *numbers)
 
     def nvfp4_views(self) -> Nvfp4Views:
         """Codes and block scales of an NVFP4 pool."""
@@ -309,6 +319,12 @@ class IndexCache:
         if compact is None:
             return cls(pool, fmt)
         return cls(pool, fmt, _as_compact("compact", compact, pool, fmt))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """As a KVCache's."""
+        compact = () if self.compact is None else (self.compact.codes, self.compact.words)
+        return memory_of((self.tensor, *compact), self.format)
 
     @property
     def num_pages(self) -> int:

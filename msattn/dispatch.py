@@ -100,8 +100,11 @@ Launch = Callable[[], None]
 
 def prepare(impl: str, problem: Problem, *arguments: object) -> Launch:
     """The launch of the implementation that serves ``problem``, on the problem's device."""
-    launch = partial(choose(impl, problem), *arguments)
-    device = problem.device
+    return on_device(problem.device, partial(choose(impl, problem), *arguments))
+
+
+def on_device(device: torch.device, launch: Launch) -> Launch:
+    """``launch``, where that is the current device when it begins."""
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         return partial(_launch_on, device, launch)
     return launch

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from .cache import IndexCache
+from .calls import Call
 from .checks import fail, require_output, require_tensor, require_type
-from .dispatch import Launch, Problem, nothing, prepare, refuse_backward
+from .dispatch import Launch, Problem, nothing, refuse_backward
 from .plan import Plan, require_rows
-from .selection import block_ids_shape
+from .selection import new_block_ids, require_block_ids
 
 INDEX_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
@@ -39,17 +40,16 @@ def index_scores(
         ``[Hi, T, plan.num_blocks]`` fp32. Blocks that the token does not see are -inf, and so are
         the rows of no request. A NaN product makes its block's score NaN.
     """
-    _check_query(index_q, index, plan)
-    heads, tokens = plan.config.num_index_heads, index_q.shape[0]
-    shape = {"Hi": heads, "T": tokens, "num_blocks": plan.num_blocks}
-    require_output("out", out, dtypes=[torch.float32], shape=shape, device=index_q.device)
+    call = _call("index_scores", impl, index_q, index, plan, out)
+    if not call.is_known:
+        _check_query(index_q, index, plan)
+        shape = {"Hi": index_q.shape[1], "T": index_q.shape[0], "num_blocks": plan.num_blocks}
+        require_output("out", out, dtypes=[torch.float32], shape=shape, device=index_q.device)
     scores = out
     if scores is None:
+        tokens, heads, _ = index_q.shape
         scores = index_q.new_empty((heads, tokens, plan.num_blocks), dtype=torch.float32)
-    problem = _problem("index_scores", index_q, index, plan)
-    arguments = (index_q, index, plan, scores)
-    launch = prepare(impl, problem, *arguments) if scores.numel() else nothing(impl, problem)
-    launch()
+    _launch("index_scores", impl, call, index_q, index, plan, scores)()
     return refuse_backward("index_scores", scores, index_q) if out is None else out
 
 
@@ -84,20 +84,29 @@ def prepare_index_select(
     impl: str,
 ) -> tuple[Launch, torch.Tensor]:
     """The launch of :func:`index_select` and the block ids that it will fill."""
-    _check_query(index_q, index, plan)
-    shape = block_ids_shape(plan, index_q.shape[0])
-    require_output("out", out, dtypes=[torch.int32], shape=shape, device=index_q.device)
+    call = _call("index_select", impl, index_q, index, plan, out)
+    if not call.is_known:
+        _check_query(index_q, index, plan)
+        require_block_ids("out", out, plan, index_q.shape[0])
     if out is None:
-        out = torch.empty(tuple(shape.values()), dtype=torch.int32, device=index_q.device)
-    problem = _problem("index_select", index_q, index, plan)
-    if out.numel() == 0:
-        return nothing(impl, problem), out
-    return prepare(impl, problem, index_q, index, plan, out), out
+        out = new_block_ids(plan, index_q.shape[0])
+    return _launch("index_select", impl, call, index_q, index, plan, out), out
+
+
+def _call(
+    stage: str,
+    impl: str,
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor | None,
+) -> Call:
+    require_type("index", index, IndexCache)
+    require_type("plan", plan, Plan)
+    return Call(stage, impl, plan.launches(), index.memory, index_q, out, plan.num_tokens)
 
 
 def _check_query(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> None:
-    require_type("index", index, IndexCache)
-    require_type("plan", plan, Plan)
     config = plan.config
     shape = {"T": None, "Hi": config.num_index_heads, "Di": config.index_head_dim}
     require_tensor("index_q", index_q, dtypes=INDEX_QUERY_DTYPES, shape=shape, device=plan.device)
@@ -108,8 +117,18 @@ def _check_query(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> None:
     require_rows("index_q", index_q.shape[0], plan)
 
 
-def _problem(stage: str, index_q: torch.Tensor, index: IndexCache, plan: Plan) -> Problem:
-    return Problem(
+def _launch(
+    stage: str,
+    impl: str,
+    call: Call,
+    index_q: torch.Tensor,
+    index: IndexCache,
+    plan: Plan,
+    out: torch.Tensor,
+) -> Launch:
+    if call.is_known:
+        return call.again(out)
+    problem = Problem(
         stage,
         index_q.device,
         plan.config,
@@ -118,3 +137,6 @@ def _problem(stage: str, index_q: torch.Tensor, index: IndexCache, plan: Plan) -
         plan.num_blocks,
         plan.query_len_class,
     )
+    if out.numel() == 0:
+        return nothing(impl, problem)
+    return call.first(problem, (index_q, index, plan, out), out)

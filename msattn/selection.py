@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .calls import Call
 from .checks import require_output, require_tensor, require_type
-from .dispatch import Problem, nothing, prepare
+from .dispatch import Launch, Problem, nothing
 from .plan import Plan, require_rows
 
 
@@ -32,19 +33,47 @@ def select_blocks(
         written; rows of no request are all -1.
     """
     require_type("plan", plan, Plan)
-    shape = {"Hi": plan.config.num_index_heads, "T": None, "B": None}
-    require_tensor("scores", scores, dtypes=[torch.float32], shape=shape, device=plan.device)
-    require_rows("scores", scores.shape[1], plan)
-    out_shape = block_ids_shape(plan, scores.shape[1])
-    require_output("out", out, dtypes=[torch.int32], shape=out_shape, device=scores.device)
+    facts = (plan.num_tokens, _elements_behind(require_tensor("scores", scores)))
+    call = Call("select_blocks", impl, plan.launches(), None, scores, out, *facts)
+    if not call.is_known:
+        shape = {"Hi": plan.config.num_index_heads, "T": None, "B": None}
+        require_tensor("scores", scores, dtypes=[torch.float32], shape=shape, device=plan.device)
+        require_rows("scores", scores.shape[1], plan)
+        require_block_ids("out", out, plan, scores.shape[1])
     if out is None:
-        out = torch.empty(tuple(out_shape.values()), dtype=torch.int32, device=scores.device)
-    problem = Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks)
-    launch = prepare(impl, problem, scores, plan, out) if out.numel() else nothing(impl, problem)
-    launch()
+        out = new_block_ids(plan, scores.shape[1])
+    _launch(impl, call, scores, plan, out)()
     return out
 
 
-def block_ids_shape(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """Shape of the block ids of ``num_tokens`` rows."""
-    return {"T": num_tokens, "Hkv": plan.config.num_kv_heads, "topk": plan.config.topk}
+def _launch(impl: str, call: Call, scores: torch.Tensor, plan: Plan, out: torch.Tensor) -> Launch:
+    if call.is_known:
+        return call.again(out)
+    problem = Problem("select_blocks", scores.device, plan.config, num_blocks=plan.num_blocks)
+    if out.numel() == 0:
+        return nothing(impl, problem)
+    return call.first(problem, (scores, plan, out), out)
+
+
+def _elements_behind(scores: torch.Tensor) -> int:
+    """Of its memory, behind its last one; up to three, since kernels read four at a time."""
+    end = int(scores.storage_offset()) + 1
+    for size, stride in zip(scores.shape, scores.stride(), strict=True):
+        end += (size - 1) * stride
+    return min(scores.untyped_storage().nbytes() // scores.element_size() - end, 3)
+
+
+def require_block_ids(name: str, ids: torch.Tensor | None, plan: Plan, num_tokens: int) -> None:
+    """A caller's buffer, when there is one, can take the block ids of ``num_tokens`` rows."""
+    shape = dict(zip(("T", "Hkv", "topk"), _block_ids_shape(plan, num_tokens), strict=True))
+    require_output(name, ids, dtypes=[torch.int32], shape=shape, device=plan.device)
+
+
+def new_block_ids(plan: Plan, num_tokens: int) -> torch.Tensor:
+    """Memory for the block ids of ``num_tokens`` rows."""
+    shape = _block_ids_shape(plan, num_tokens)
+    return torch.empty(shape, dtype=torch.int32, device=plan.device)
+
+
+def _block_ids_shape(plan: Plan, num_tokens: int) -> tuple[int, int, int]:
+    return num_tokens, plan.config.num_kv_heads, plan.config.topk

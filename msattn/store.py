@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 
 from .cache import IndexCache, KVCache
+from .calls import Call, Calls
 from .checks import fail, require_distinct, require_tensor, require_type
 from .config import BLOCK_SIZE
-from .dispatch import Launch, Problem, nothing, prepare
+from .dispatch import Launch, Problem, nothing
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a model computes keys, values and queries in."""
+
+_CALLS: Calls = {}
+"""Earlier ones of these stages, with their launches; all tensors are the calls' own."""
 
 
 def store_kv(
@@ -43,6 +47,9 @@ def prepare_store_kv(
 ) -> Launch:
     """:func:`store_kv`, all but the writing."""
     require_type("cache", cache, KVCache)
+    call = Call("store_kv", impl, _CALLS, cache.memory, k, v, slot_mapping)
+    if call.is_known:
+        return call.again()
     shape = {"T": None, "Hkv": cache.num_kv_heads, "D": cache.head_dim}
     require_tensor("k", k, dtypes=MODEL_DTYPES, shape=shape, device=cache.device)
     shape["T"] = k.shape[0]
@@ -53,7 +60,7 @@ def prepare_store_kv(
     problem = Problem("store_kv", k.device, None, cache.format, k.dtype)
     if k.shape[0] == 0:
         return nothing(impl, problem)
-    return prepare(impl, problem, k, v, cache, slot_mapping)
+    return call.first(problem, (k, v, cache, slot_mapping))
 
 
 def store_index_k(
@@ -80,6 +87,9 @@ def prepare_store_index_k(
 ) -> Launch:
     """:func:`store_index_k`, all but the writing; errors call the slots ``slots_name``."""
     require_type("index", index, IndexCache)
+    call = Call("store_index_k", impl, _CALLS, index.memory, index_k, slot_mapping)
+    if call.is_known:
+        return call.again()
     require_tensor("index_k", index_k, dtypes=MODEL_DTYPES, device=index.device)
     if index_k.dim() == 3 and index_k.shape[1] == 1:
         index_k = index_k.squeeze(1)
@@ -91,7 +101,7 @@ def prepare_store_index_k(
     problem = Problem("store_index_k", index_k.device, None, index.format, index_k.dtype)
     if index_k.shape[0] == 0:
         return nothing(impl, problem)
-    return prepare(impl, problem, index_k, index, slot_mapping)
+    return call.first(problem, (index_k, index, slot_mapping))
 
 
 def refresh_compact_keys(
@@ -112,12 +122,21 @@ def refresh_compact_keys(
         raise fail("index", "an IndexCache with compact keys", "one without")
     if pages is None:
         pages = torch.arange(index.num_pages, device=index.device)
+    _prepare_refresh(index, pages, impl)()
+
+
+def _prepare_refresh(index: IndexCache, pages: torch.Tensor, impl: str) -> Launch:
+    call = Call("refresh_compact_keys", impl, _CALLS, index.memory, pages)
+    if call.is_known:
+        return call.again()
+    assert index.compact is not None
     require_distinct("index", index.compact.tensor)
     dtypes = [torch.int64, torch.int32]
     require_tensor("pages", pages, dtypes=dtypes, shape={"n": None}, device=index.device)
     problem = Problem("refresh_compact_keys", index.device, None, index.format)
-    launch = prepare(impl, problem, index, pages) if pages.shape[0] else nothing(impl, problem)
-    launch()
+    if pages.shape[0] == 0:
+        return nothing(impl, problem)
+    return call.first(problem, (index, pages))
 
 
 def _require_slots(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,14 @@ if find_spec("triton") is None:
 
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from msattn.kernels.triton import c_launch
-from msattn.kernels.triton.recording import Recording
+from msattn.kernels.triton.recording import start
+from msattn.recording import record
 
 SIGNATURE = {"x": "*bf16", "pages": "tensordesc<bf16[1,128]>", "n": "i32", "SIZE": "constexpr"}
 SCALES = {"swizzle": 3, "elem_size": 2, "elem_type": 9, "fp4_padded": False}
@@ -72,11 +75,21 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
     return passed
 
 
-class Compiled(SimpleNamespace):
+class Compiled(CompiledKernel):
     """A compiled kernel, as far as it is looked at."""
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> None:
-        return None
+    def __init__(self, launcher: Any, source: SimpleNamespace, metadata: SimpleNamespace) -> None:
+        self._run, self.src, self.metadata = launcher, source, metadata
+        self.module, self.function, self.packed_metadata = 1, 9, (4, 1, 0)
+
+
+class Kernel:
+    """A kernel that is compiled, and launches nothing when it is first called."""
+
+    arg_names = tuple(SIGNATURE)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        return lambda *_: compiled()
 
 
 def compiled(
@@ -87,8 +100,7 @@ def compiled(
     known = dict.fromkeys(scratch, 0) | {"launch_pdl": True, "launch_cooperative_grid": False}
     facts = SimpleNamespace(**known | {"tensordesc_meta": layouts} | metadata)
     source = SimpleNamespace(signature=signature)
-    launcher = nvidia.CudaLauncher(source, facts)
-    return Compiled(run=launcher, src=source, metadata=facts, function=9, packed_metadata=(4, 1, 0))
+    return Compiled(nvidia.CudaLauncher(source, facts), source, facts)
 
 
 def pool() -> torch.Tensor:
@@ -104,7 +116,7 @@ def test_all_that_is_passed(fake_driver: Driver, passed: list[list[object]]) -> 
     x, other, pages, others = pool(), pool(), pool(), pool()
     launch = c_launch.c_launch(compiled(), (5, 2, 1), arguments_of(x, pages), {0: 1, 1: 0})
     assert launch is not None
-    launch.issue([others.data_ptr(), other.data_ptr()], c_launch.current_stream())
+    launch.issue([others.data_ptr(), other.data_ptr()], c_launch.stream_of_launches())
     (got,) = passed
     prefix = [5, 2, 1, 73, 9, False, True, None, None, (4, 1, 0), None, None, None]
     sizes = [PAGES, 128, 128, 1]
@@ -162,7 +174,7 @@ def test_what_triton_has_to_launch(
         kernel = compiled({**SIGNATURE, "pair": ("i32", "*fp32")})
         arguments.append((1, pool()))
     elif why == "launcher":
-        kernel.run = lambda *_: None
+        kernel._run = lambda *_: None
     elif why == "prefix":
         monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOOOO")
     elif why == "wrapper":
@@ -170,19 +182,19 @@ def test_what_triton_has_to_launch(
     assert c_launch.c_launch(kernel, (1, 1, 1), arguments, {0: 0}) is None
 
 
-def test_who_watches_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not c_launch.is_watched()
+def test_who_watches_launches(monkeypatch: pytest.MonkeyPatch, fake_driver: Driver) -> None:
+    assert c_launch.stream_of_launches() == 73
     for name in ("launch_enter_hook", "launch_exit_hook"):
         chain: HookChain[Any] = HookChain()
         monkeypatch.setattr(knobs.runtime, name, chain)
         chain.add(print)
-        assert c_launch.is_watched()
+        assert c_launch.stream_of_launches() is None
         chain.remove(print)
-        assert not c_launch.is_watched()
+        assert c_launch.stream_of_launches() == 73
         monkeypatch.setattr(knobs.runtime, name, print)  # as earlier versions of Triton have it
-        assert c_launch.is_watched()
+        assert c_launch.stream_of_launches() is None
         monkeypatch.setattr(knobs.runtime, name, None)
-        assert not c_launch.is_watched()
+        assert c_launch.stream_of_launches() == 73
 
 
 def test_what_a_call_does_not_bring_lives_as_long_as_its_launches(
@@ -190,15 +202,16 @@ def test_what_a_call_does_not_bring_lives_as_long_as_its_launches(
 ) -> None:
     """Launches have addresses alone."""
     own, kept, pages = pool(), pool(), pool()
-    recording = Recording([own])
-    recording.add_launch(compiled(), (1, 1, 1), arguments_of(own, pages))
-    recording.add_launch(compiled(), (1, 1, 1), arguments_of(kept, own))
+    with record([own.data_ptr()]) as recording:
+        start(Kernel(), (1,), *arguments_of(own, pages))
+        start(Kernel(), (1,), *arguments_of(kept, own))
     living = [weakref.ref(x) for x in (own, kept, pages)]
     at = [kept.data_ptr(), pages.data_ptr()]
     del own, kept, pages
     gc.collect()
     assert [x() is not None for x in living] == [False, True, True]
-    recording.replay([other := pool()])
+    other = pool()
+    recording.replay([other], [other.data_ptr()])
     assert [passed[1][13], passed[0][14][0]] == at
     assert [passed[0][13], passed[1][14][0]] == [other.data_ptr()] * 2
     del recording

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,16 +31,18 @@ import torch
 from stub_cuda import StubCuda
 
 import msattn
+from msattn.dispatch import TABLE
 
 CONFIG = msattn.MSAConfig(8, 2, 2, topk=4)
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
-INDEX_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+E4M3 = torch.float8_e4m3fn
+INDEX_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": E4M3}
 INDEX_STAGES = ("index_scores", "index_select", "chunked_index_select")
 # Query tokens of a request: tiles that walk their ids, lists, and both schedules.
 QUERY_LENS = (1, 3, 70)
 IMPLS = ("triton", "hopper")
 BLOCKS = 6
-COPIED = [4, 6]
+COPIED = [4, 6, 19, 21, 23]
 """Calls whose queries Hopper's kernels for prompts copy first: they are not launches alone."""
 
 # Stage, implementation, format of the cache, query tokens of a request. Hopper's kernels depend on
@@ -61,7 +64,7 @@ PARTS = {
 SCALES = {"two scales", "one scale", "q_scale", "all scales", "shared scale", "number"}
 BOUND = {
     "attend": {"first", "offset", "strided", "fp16", "lse", "scale", "rows", *SCALES},
-    "index": {"first", "offset", "strided", "dtype", "out", "constants", "rows", "empty"},
+    "index": {"first", "offset", "strided", "dtype", "out", "rows", "empty"},
     "selection": {"first", "offset", "strided", "storage", "columns", "out", "rows"},
     "store": {"first", "offset", "strided", "dtype", "rows", "slots", "two scales", "number"},
     "store_index": {"first", "offset", "strided", "dtype", "rows", "slots"},
@@ -160,7 +163,6 @@ def rows_of(
 def attend_calls(
     stage: str, impl: str, kv_format: str, rows: int, columns: int = BLOCKS
 ) -> Iterator[Call]:
-    attend = import_module(f"msattn.kernels.{impl}.attend").attend
     first, other = (cache_of(kv_format) for _ in range(2))
     scaled, scaled_too = (cache_of(kv_format, factor(), factor()) for _ in range(2))
 
@@ -168,7 +170,7 @@ def attend_calls(
         name: str,
         cache: Any = first,
         scale: float = 0.1,
-        q_scale: Any = 1.0,
+        q_scale: Any = None,
         lse: bool = False,
         rows: int = rows,
         dtype: torch.dtype = torch.bfloat16,
@@ -176,11 +178,12 @@ def attend_calls(
     ) -> Call:
         q = rows_of(rows, CONFIG.num_q_heads, CONFIG.head_dim, dtype=dtype, **layout)
         ids = torch.zeros(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty(q.shape, dtype=torch.bfloat16 if dtype == E4M3 else dtype)
         own_lse = torch.zeros(rows, CONFIG.num_q_heads) if lse else None
+        options = {"softmax_scale": scale, "q_scale": q_scale, "out": out, "lse_out": own_lse}
         return Call(
             name,
-            lambda plan: attend(q, cache, ids, plan, scale, q_scale, out, own_lse),
+            lambda plan: msattn.attend(q, cache, ids, plan, impl=impl, **options),
             (q, ids, out, own_lse, *memory_of(cache, q_scale)),
             out,
         )
@@ -204,13 +207,13 @@ def attend_calls(
     for i in range(2):
         one = factor()
         yield call("" if i else "one scale", cache=cache_of(kv_format, one, one))
-    yield call("q_scale", q_scale=factor())
-    yield call("", q_scale=factor())
+    yield call("q_scale", dtype=E4M3, q_scale=factor())
+    yield call("", dtype=E4M3, q_scale=factor())
     # Of one address, and then not any more.
-    yield call("shared scale", cache=scaled, q_scale=scaled.k_scale)
-    yield call("", cache=scaled_too, q_scale=scaled_too.k_scale)
-    yield call("all scales", cache=scaled, q_scale=factor())
-    yield call("", cache=scaled_too, q_scale=factor())
+    yield call("shared scale", cache=scaled, dtype=E4M3, q_scale=scaled.k_scale)
+    yield call("", cache=scaled_too, dtype=E4M3, q_scale=scaled_too.k_scale)
+    yield call("all scales", cache=scaled, dtype=E4M3, q_scale=factor())
+    yield call("", cache=scaled_too, dtype=E4M3, q_scale=factor())
     yield call("number", cache=cache_of(kv_format, 0.5))
     yield call("")
 
@@ -231,7 +234,6 @@ def memory_of(cache: msattn.KVCache, q_scale: Any = 1.0) -> list[Any]:
 def store_calls(
     stage: str, impl: str, kv_format: str, rows: int, columns: int = BLOCKS
 ) -> Iterator[Call]:
-    store = import_module("msattn.kernels.triton.store")
     heads = CONFIG.num_kv_heads
     is_index = stage == "store_index_k"
 
@@ -254,8 +256,8 @@ def store_calls(
             tensors, arguments = [k, v, *memory_of(cache)], (k, v, cache, mapping)
 
         def issue(plan: msattn.Plan) -> None:
-            store._KEPT = plan.launches()  # as if it were the process's
-            getattr(store, stage)(*arguments)
+            import_module("msattn.store")._CALLS = plan.launches()  # as if it were the process's
+            getattr(msattn, stage)(*arguments, impl=impl)
 
         return Call(name, issue, (*tensors, mapping), mapping)
 
@@ -279,8 +281,7 @@ def store_calls(
 def index_calls(
     stage: str, impl: str, index_format: str, rows: int, columns: int = BLOCKS
 ) -> Iterator[Call]:
-    module = import_module(f"msattn.kernels.{impl}.indexer")
-    function = getattr(module, stage.removeprefix("chunked_").removeprefix("compact_"))
+    function = getattr(msattn, stage.removeprefix("chunked_").removeprefix("compact_"))
     compact = stage == "compact_index_select"
     import_module("msattn.kernels.triton.indexer_compact").MIN_PAGES = 0
     # Rows of 32 scores for each head: three chunks of a few rows.
@@ -288,8 +289,6 @@ def index_calls(
     import_module("msattn.kernels.triton.indexer").SCORE_BYTES = limit
     keys = INDEX_DTYPES[index_format]
     (another,) = set(INDEX_DTYPES.values()) - {keys}
-    tiles = import_module("msattn.kernels.triton.index_tiles")
-    wide = module.NARROW if impl == "hopper" else tiles._WIDE_TILE
     first, other = (msattn.IndexCache.allocate(9, CONFIG, keys, compact=compact) for _ in range(2))
     empty = msattn.IndexCache.allocate(0, CONFIG, keys)
 
@@ -299,7 +298,6 @@ def index_calls(
         rows: int = rows,
         dtype: torch.dtype = keys,
         out_gap: int = 0,
-        options: dict[str, Any] | None = None,
         **layout: int,
     ) -> Call:
         index_q = rows_of(
@@ -312,12 +310,11 @@ def index_calls(
             out = rows_of(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32, gap=out_gap)
         return Call(
             name,
-            lambda plan: function(index_q, index, plan, out, **(options or {})),
+            lambda plan: function(index_q, index, plan, out=out, impl=impl),
             (index_q, out, index.tensor),
             out,
         )
 
-    constants = {"constants": wide}
     yield call("first")
     yield call("")
     yield call("offset", offset=1)
@@ -329,8 +326,6 @@ def index_calls(
     yield call("", dtype=another)
     yield call("out", out_gap=4)
     yield call("", out_gap=4)
-    yield call("constants", options=constants)
-    yield call("", options=constants)
     yield call("rows", rows=rows + 3)
     yield call("", rows=rows + 3)
     yield call("", index=other)
@@ -342,15 +337,18 @@ def index_calls(
 def selection_calls(
     stage: str, impl: str, index_format: str, rows: int, columns: int = BLOCKS
 ) -> Iterator[Call]:
-    select_blocks = import_module(f"msattn.kernels.{impl}.selection").select_blocks
-
     def call(
         name: str, rows: int = rows, columns: int = columns, out_gap: int = 0, **layout: int
     ) -> Call:
         scores = rows_of(rows, CONFIG.num_index_heads, columns, dtype=torch.float32, **layout)
         scores = scores.transpose(0, 1)
         out = rows_of(rows, CONFIG.num_kv_heads, CONFIG.topk, dtype=torch.int32, gap=out_gap)
-        return Call(name, lambda plan: select_blocks(scores, plan, out), (scores, out), out)
+        return Call(
+            name,
+            lambda plan: msattn.select_blocks(scores, plan, out=out, impl=impl),
+            (scores, out),
+            out,
+        )
 
     yield call("first")
     yield call("")
@@ -454,7 +452,7 @@ def kept_launches(watch: Watch) -> dict[str, object]:
     """Of a plan that selects for many numbers of rows: the kinds it keeps, and if it can go."""
     from triton import knobs
 
-    from msattn.kernels.triton.recording import MAX_KINDS
+    from msattn.calls import MAX_KINDS
 
     plan = plan_of(1, "bf16")
     for rows in range(2, MAX_KINDS + 9):
@@ -586,6 +584,8 @@ def main(*parts: str) -> None:
     msattn.arch.capability = launch.capability = lambda device: (9, 0)
     launch.num_processors = lambda device: 132
     attend_decode.pays = lambda *_: True
+    for stage, rows in TABLE.items():
+        TABLE[stage] = tuple(replace(row, why_not=lambda problem: []) for row in rows)
     if parts == ("kept",):
         print(json.dumps(kept_launches(watch)))
         return

@@ -41,13 +41,13 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """:func:`msattn.attend`; a call like an earlier one has the launches of that one."""
-    issue = _attend_many
+    """:func:`msattn.attend`"""
+    attend_by = _attend_many
     if plan.max_query_len <= MAX_FEW_QUERIES:
-        issue = _attend_few
+        attend_by = _attend_few
     elif few_rows.pays_for_prompt(plan, block_ids.shape[2]) and _is_read(q, cache, out):
-        issue = _attend_short
-    twin.attend_by(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        attend_by = _attend_short
+    attend_by(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
 
 
 def _attend_many(
@@ -65,7 +65,7 @@ def _attend_many(
     tile, copies = union.choose(plan, slots), dequantize.pays(cache, plan)
     is_prompt = plan.max_query_len >= MIN_QUERY_LEN
     if not is_prompt or tile is None or not (copies or union.can_read(cache)):
-        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     lists = attend_union.make_lists(block_ids, cache, plan, tile.tokens, tile.each, of_copy=copies)
     pool, page_table, tails, scratch_bytes = _make_pool(q, cache, plan, lists, copies=copies)
@@ -94,7 +94,7 @@ def _attend_short(
     slots = block_ids.shape[2]
     tile, copies = few_rows.choose(plan, slots), dequantize.pays(cache, plan)
     if tile is None:
-        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     tokens = tile.tokens
     may_yield = plan.max_rows > FEW_TOKENS and twin_kv_major.can_serve(plan, slots)
@@ -195,7 +195,7 @@ def _attend_few(
         return
     tile = decode.choose(plan, slots)
     if tile is None or not (is_read and decode.pays(plan, tile)):
-        twin.issue(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
+        twin.attend(q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
         return
     decode.attend(q, cache, block_ids, plan, tile, softmax_scale, q_scale, out, lse)
 

@@ -16,7 +16,7 @@ so few tokens that it is bound by memory: it reads the keys at the memory's spee
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -458,15 +458,6 @@ def index_scores(
     if not can_read(index):
         twin.index_scores(index_q, index, plan, out)
         return
-    arguments = (index_q, index, plan, out)
-    own = (index_q, out, *launch.tensors_of(index))
-    recording.reissue(plan.launches(), own, None, _score, *arguments, constants=constants)
-
-
-def _score(
-    index_q: torch.Tensor, index: IndexCache, plan: Plan, out: torch.Tensor, **options: Any
-) -> None:
-    """The launches of :func:`index_scores`."""
     request = plan.tiles(1).request
     heads, rows, blocks = out.shape
     recording.start(
@@ -483,7 +474,7 @@ def _score(
         CHUNK=256,
         num_warps=1,
     )
-    score_rows(index_q, index, plan, out, 0, **options)
+    score_rows(index_q, index, plan, out, 0, constants=constants)
 
 
 def index_select(

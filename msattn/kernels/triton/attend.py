@@ -6,15 +6,11 @@ launched, and the programs of one return at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ...cache import KVCache, Scale
 from ...plan import Plan
 from . import attend_kv_major, attend_union, dequantize
-from .launch import numbers_of, tensors_of
-from .recording import reissue
 
 MIN_QUERY_LEN = 64
 """Query tokens of a request from which the KV-major schedule can pay: enough picks for a page."""
@@ -35,40 +31,6 @@ def attend(
     lse: torch.Tensor | None,
 ) -> None:
     """:func:`msattn.attend`"""
-    attend_by(issue, q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-
-
-def attend_by(
-    issue: Callable[..., None],
-    q: torch.Tensor,
-    cache: KVCache,
-    block_ids: torch.Tensor,
-    plan: Plan,
-    softmax_scale: float,
-    q_scale: Scale,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """:func:`msattn.attend` with the launches of ``issue``, or of an earlier call like this one."""
-    optional = (x for x in (lse, q_scale) if isinstance(x, torch.Tensor))
-    own = (q, block_ids, out, *optional, *tensors_of(cache))
-    number = None if isinstance(q_scale, torch.Tensor) else q_scale
-    key = (lse is None, softmax_scale, number, numbers_of(cache))
-    arguments = (q, cache, block_ids, plan, softmax_scale, q_scale, out, lse)
-    reissue(plan.launches(), own, key, issue, *arguments)
-
-
-def issue(
-    q: torch.Tensor,
-    cache: KVCache,
-    block_ids: torch.Tensor,
-    plan: Plan,
-    softmax_scale: float,
-    q_scale: Scale,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """The launches of :func:`attend`."""
     slots, page_table = block_ids.shape[2], plan.page_table
     config = attend_union.choose(plan, slots)
     rest = (softmax_scale, q_scale, out, lse)

@@ -119,18 +119,12 @@ def _encode(
     return expand(with_base(descriptor, _Place(address)), layout)[0]
 
 
-def is_watched() -> bool:
-    """A profiler wants to be told of launches: then Triton has to make them."""
+def stream_of_launches() -> int | None:
+    """The one that Triton would launch on; None where it has to, since a profiler is to be told."""
     runtime = knobs.runtime
-    return _listens(runtime.launch_enter_hook) or _listens(runtime.launch_exit_hook)
-
-
-def _listens(hook: Any) -> bool:
-    """Not if it is a chain of none."""
-    return hook is not None and bool(getattr(hook, "calls", True))
-
-
-def current_stream() -> int:
-    """The one that Triton would launch on."""
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        # A chain of none tells nobody.
+        if hook is not None and getattr(hook, "calls", True):
+            return None
     active = driver.active
     return active.get_current_stream(active.get_current_device())

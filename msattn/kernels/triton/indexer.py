@@ -40,9 +40,8 @@ from .launch import (
     has_native_fp8,
     page_descriptor,
     raw,
-    tensors_of,
 )
-from .recording import fill, reissue, start
+from .recording import fill, start
 from .selection import select_rows
 from .tiles import BLOCK, follow, page_of_block
 
@@ -152,18 +151,9 @@ def index_scores(
     constants: Constants | None = None,
     num_splits: int | None = None,
 ) -> None:
-    arguments = (index_q, index, plan, out)
-    options = {"constants": constants, "num_splits": num_splits}
-    own = (index_q, out, *tensors_of(index))
-    reissue(plan.launches(), own, None, _score, *arguments, **options)
-
-
-def _score(
-    index_q: torch.Tensor, index: IndexCache, plan: Plan, out: torch.Tensor, **options: Any
-) -> None:
-    """The launches of :func:`index_scores`."""
     fill(out, -math.inf)
     if index.num_pages:
+        options = {"constants": constants, "num_splits": num_splits}
         score_rows(index_q, index, plan, out, 0, **options)
 
 
@@ -190,21 +180,10 @@ def select_by(
     out: torch.Tensor,
     **options: Any,
 ) -> None:
-    """:func:`msattn.index_select` with the scores of ``score``, which is like score_rows."""
-    arguments = (score, index_q, index, plan, out)
-    own = (index_q, out, *tensors_of(index))
-    reissue(plan.launches(), own, score, _select, *arguments, **options)
+    """:func:`msattn.index_select` with the scores of ``score``, which is like score_rows.
 
-
-def _select(
-    score: Callable[..., None],
-    index_q: torch.Tensor,
-    index: IndexCache,
-    plan: Plan,
-    out: torch.Tensor,
-    **options: Any,
-) -> None:
-    """The launches of :func:`select_by`, for as many rows at a time as there is memory for."""
+    As many rows are scored at a time as there is memory for.
+    """
     tokens, heads, _ = index_q.shape
     # Rows begin where a 128-byte line does, for the selection that reads them.
     width = triton.cdiv(plan.num_blocks, 32) * 32

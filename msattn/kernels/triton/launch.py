@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...arch import capability, has_dependent_launch
-from ...cache import IndexCache, KVCache, Scale
+from ...cache import KVCache, Scale
 from ...kv_format import KVFormat
 from .tiles import FP8, NVFP4, WIDE
 
@@ -126,22 +126,6 @@ def power_of_two_above(n: int) -> int:
 def power_of_two_below(n: int) -> int:
     """The largest power of two that is at most ``n``, 1 for less than 1."""
     return 1 << (max(n, 1).bit_length() - 1)
-
-
-def tensors_of(cache: KVCache | IndexCache) -> list[torch.Tensor]:
-    """All that a launch takes the address of, of a cache."""
-    if isinstance(cache, IndexCache):
-        compact = cache.compact
-        return [cache.tensor, *([] if compact is None else (compact.codes, compact.words))]
-    sides = cache.nvfp4_views() if cache.format.scale_group else (cache.k, cache.v)
-    scales = (cache.k_scale, cache.v_scale)
-    return [*sides, *(x for x in scales if isinstance(x, torch.Tensor))]
-
-
-def numbers_of(cache: KVCache) -> tuple[object, ...]:
-    """All else that a launch depends on: the format, and factors that are numbers."""
-    scales = (cache.k_scale, cache.v_scale)
-    return cache.format, *(None if isinstance(x, torch.Tensor) else x for x in scales)
 
 
 def pool_arguments(cache: KVCache) -> tuple[object, ...]:

@@ -6,8 +6,6 @@ same bytes are written on all of them: sm_80 has no conversion to E4M3.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +13,8 @@ import triton.language as tl
 from ...cache import CompactKeys, IndexCache, KVCache, Scale
 from ...config import BLOCK_SIZE
 from ...kv_format import KVFormat
-from .launch import numbers_of, raw, tensors_of
-from .recording import Recording, reissue, start
+from .launch import raw
+from .recording import start
 from .tiles import BLOCK, nearest, rotate
 
 # What a dequantisation factor is to the kernel.
@@ -260,26 +258,7 @@ def _refresh_kernel(
     )  # fmt: skip
 
 
-_KEPT: dict[Hashable, Recording] = {}
-"""Launches of earlier calls; all of their tensors are the calls' own."""
-
-
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    own, arguments = (k, v, slot_mapping, *tensors_of(cache)), (k, v, cache, slot_mapping)
-    reissue(_KEPT, own, (k.device, numbers_of(cache)), _store_kv, *arguments)
-
-
-def store_index_k(index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.Tensor) -> None:
-    own = (index_k, slot_mapping, *tensors_of(index))
-    reissue(_KEPT, own, index.device, _store_index_k, index_k, index, slot_mapping)
-
-
-def refresh_compact_keys(index: IndexCache, pages: torch.Tensor) -> None:
-    own = (pages, *tensors_of(index))
-    reissue(_KEPT, own, index.device, _refresh_compact_keys, index, pages)
-
-
-def _store_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     num_tokens, heads, dim = k.shape
     tokens = _tokens_per_program(num_tokens * heads)
     k_scale, *k_scale_strides, k_scale_kind = _scale_arguments(cache.k_scale)
@@ -314,7 +293,7 @@ def _store_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: to
     )
 
 
-def _store_index_k(index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.Tensor) -> None:
+def store_index_k(index_k: torch.Tensor, index: IndexCache, slot_mapping: torch.Tensor) -> None:
     num_tokens, dim = index_k.shape
     tokens, pool = _tokens_per_program(num_tokens), raw(index.tensor)
     start(
@@ -338,7 +317,7 @@ def _store_index_k(index_k: torch.Tensor, index: IndexCache, slot_mapping: torch
     )
 
 
-def _refresh_compact_keys(index: IndexCache, pages: torch.Tensor) -> None:
+def refresh_compact_keys(index: IndexCache, pages: torch.Tensor) -> None:
     tokens, keys = 16, index.tensor
     start(
         _refresh_kernel,
