@@ -11,7 +11,7 @@ from .cache import KVCache, Scale
 from .calls import Call
 from .checks import fail, require_number, require_output, require_tensor, require_type
 from .dispatch import Launch, Problem, nothing, refuse_backward
-from .plan import Plan, require_rows
+from .plan import Plan, has_rows, require_rows
 from .store import MODEL_DTYPES
 
 QUERY_DTYPES = (*MODEL_DTYPES, torch.float8_e4m3fn)
@@ -122,10 +122,8 @@ def prepare_attend(
     require_type("cache", cache, KVCache)
     require_type("plan", plan, Plan)
     options = (out, return_lse, lse_out, softmax_scale, q_scale)
-    call = Call(
-        "attend", impl, plan.launches(), cache.memory, q, block_ids, *options, plan.num_tokens
-    )
-    if not call.is_known:
+    call = Call("attend", impl, plan.launches(), cache.memory, q, block_ids, *options)
+    if not (call.is_known and has_rows(q.shape[0], plan)):
         _check_cache(cache, plan)
         _check_tensors(q, block_ids, plan, out, lse_out)
         scales = _scales(q, softmax_scale, q_scale)

@@ -8,7 +8,7 @@ from .cache import IndexCache
 from .calls import Call
 from .checks import fail, require_output, require_tensor, require_type
 from .dispatch import Launch, Problem, nothing, refuse_backward
-from .plan import Plan, require_rows
+from .plan import Plan, has_rows, require_rows
 from .selection import new_block_ids, require_block_ids
 
 INDEX_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -41,7 +41,7 @@ def index_scores(
         the rows of no request. A NaN product makes its block's score NaN.
     """
     call = _call("index_scores", impl, index_q, index, plan, out)
-    if not call.is_known:
+    if not (call.is_known and has_rows(index_q.shape[0], plan)):
         _check_query(index_q, index, plan)
         shape = {"Hi": index_q.shape[1], "T": index_q.shape[0], "num_blocks": plan.num_blocks}
         require_output("out", out, dtypes=[torch.float32], shape=shape, device=index_q.device)
@@ -85,7 +85,7 @@ def prepare_index_select(
 ) -> tuple[Launch, torch.Tensor]:
     """The launch of :func:`index_select` and the block ids that it will fill."""
     call = _call("index_select", impl, index_q, index, plan, out)
-    if not call.is_known:
+    if not (call.is_known and has_rows(index_q.shape[0], plan)):
         _check_query(index_q, index, plan)
         require_block_ids("out", out, plan, index_q.shape[0])
     if out is None:
@@ -103,7 +103,7 @@ def _call(
 ) -> Call:
     require_type("index", index, IndexCache)
     require_type("plan", plan, Plan)
-    return Call(stage, impl, plan.launches(), index.memory, index_q, out, plan.num_tokens)
+    return Call(stage, impl, plan.launches(), index.memory, index_q, out)
 
 
 def _check_query(index_q: torch.Tensor, index: IndexCache, plan: Plan) -> None:

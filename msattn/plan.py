@@ -162,7 +162,7 @@ class Plan:
         return memory
 
     def launches(self) -> dict[Hashable, Any]:
-        """What implementations keep of their launches, until a bound grows; for stages to ask."""
+        """Those of earlier calls with the plan, until a bound grows; for stages to ask."""
         self._was_captured = self._was_captured or is_capturing(self.device)
         return self._launches
 
@@ -237,9 +237,14 @@ def find_plan(
     return plan if same else None
 
 
+def has_rows(rows: int, plan: Plan) -> bool:
+    """These are enough for the plan's query tokens, whose number may change with every step."""
+    return plan.num_tokens is None or rows >= plan.num_tokens
+
+
 def require_rows(name: str, rows: int, plan: Plan) -> None:
     """A tensor with a row for each query token has a row for every token of the plan."""
-    if plan.num_tokens is not None and rows < plan.num_tokens:
+    if not has_rows(rows, plan):
         raise fail(name, f"at least {plan.num_tokens} rows, as the plan has query tokens", rows)
 
 

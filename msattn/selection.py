@@ -7,7 +7,7 @@ import torch
 from .calls import Call
 from .checks import require_output, require_tensor, require_type
 from .dispatch import Launch, Problem, nothing
-from .plan import Plan, require_rows
+from .plan import Plan, has_rows, require_rows
 
 
 def select_blocks(
@@ -33,9 +33,9 @@ def select_blocks(
         written; rows of no request are all -1.
     """
     require_type("plan", plan, Plan)
-    facts = (plan.num_tokens, _elements_behind(require_tensor("scores", scores)))
-    call = Call("select_blocks", impl, plan.launches(), None, scores, out, *facts)
-    if not call.is_known:
+    behind = _elements_behind(require_tensor("scores", scores))
+    call = Call("select_blocks", impl, plan.launches(), None, scores, out, behind)
+    if not (call.is_known and has_rows(scores.shape[1], plan)):
         shape = {"Hi": plan.config.num_index_heads, "T": None, "B": None}
         require_tensor("scores", scores, dtypes=[torch.float32], shape=shape, device=plan.device)
         require_rows("scores", scores.shape[1], plan)

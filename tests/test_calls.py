@@ -273,16 +273,25 @@ def test_a_plan_that_changes(stage: str, fake: Fake) -> None:
     for batch, expected in (
         (new_batch(), "asked"),
         (new_batch(seq_len=280), "again"),  # within the bounds
-        (new_batch(TOKENS - 1), "asked"),  # which has fewer rows to be checked for
-        (new_batch(), "again"),
+        (new_batch(TOKENS - 1), "again"),  # whose rows are fewer than the tensors'
         (new_batch(seq_len=700), "asked"),  # a bound has grown
         (new_batch(), "again"),
     ):
         plan.update(batch)
         assert fake.serves(stage, plan) == expected
-    with pytest.raises(ValueError, match="at least 4 rows"):
-        plan.update(new_batch(TOKENS + 1))
+
+
+@pytest.mark.parametrize("stage", STAGES[:4])
+def test_a_step_of_more_tokens_than_a_known_call_has_rows(stage: str, fake: Fake) -> None:
+    """No bound of the plan has grown, so that its calls are kept."""
+    plan = new_plan(TOKENS + 1)
+    for _ in range(2):
+        plan.update(new_batch())
         run(stage, plan)
+        plan.update(new_batch(TOKENS + 1))
+        with pytest.raises(ValueError, match="at least 4 rows"):
+            run(stage, plan)
+    assert (fake.asked, fake.again) == ([stage], [stage])
 
 
 def test_each_device_is_another(fake: Fake) -> None:
