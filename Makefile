@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-sglang lint hub clean
+.PHONY: help demo test engines test-vllm test-sglang lint hub clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -31,6 +31,8 @@ $(VENV)/engines/%/installed: pyproject.toml tests/engines/prepare.py tests/engin
 		tests/engines/requirements-%.txt
 	$(PYTHON) tests/engines/prepare.py $* $(@D)
 	touch $@
+
+engines: $(VENV)/engines/vllm/installed $(VENV)/engines/sglang/installed  ## what the next two run in
 
 test-vllm: $(VENV)/engines/vllm/installed  ## the plug-in in the pinned vLLM, on a CPU
 	$(<D)/bin/python -m pytest tests/engines/test_vllm*.py
