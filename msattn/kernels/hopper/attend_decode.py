@@ -37,6 +37,7 @@ from .page_ring import (
     first_token_of,
     load_pages,
     page_of,
+    pass_over,
     read_fact,
     step_arguments,
 )
@@ -214,9 +215,7 @@ def _attend_columns(
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     mbarrier.arrive(empty.index(v_slot), count=1)
             else:
-                mbarrier.arrive(empty.index(k_slot), count=1)
-                mbarrier.wait(full.index(v_slot), v_phase)
-                mbarrier.arrive(empty.index(v_slot), count=1)
+                pass_over(full, empty, k_slot, v_slot, v_phase)
 
         total = gl.convert_layout(gl.sum(gl.sum(running_sum, 0), 0), column)
         numbers = (gl.arange(0, D, layout=gl.SliceLayout(1, product)) * COLUMNS)[:, None] + c[

@@ -35,7 +35,7 @@ from ..triton.tiles import NVFP4, NVFP4_FACTOR, WIDE
 from .attend_decode import SHARED_BYTES, is_few
 from .attend_union import BLOCK, LN2, ROW_COST, ROWS, D, load_factor, rows_of_a_token, yields
 from .narrow import widen, widen_fp8, widen_nvfp4
-from .page_ring import first_token_of, load_pages, page_of, step_arguments
+from .page_ring import first_token_of, load_pages, page_of, pass_over, step_arguments
 from .shares import MIN_SHARE, find_share, join_parts, unit_size
 from .softmax import add_page, sum_of_rows, sum_own
 from .support import MIN_QUERY_LEN
@@ -172,9 +172,7 @@ def _attend_rows(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(empty.index(v_slot), count=1)
             else:
-                mbarrier.arrive(empty.index(k_slot), count=1)
-                mbarrier.wait(full.index(v_slot), v_phase)
-                mbarrier.arrive(empty.index(v_slot), count=1)
+                pass_over(full, empty, k_slot, v_slot, v_phase)
 
         d = gl.arange(0, D, layout=gl.SliceLayout(0, product))
         is_last, acc, running_max, total = join_parts(

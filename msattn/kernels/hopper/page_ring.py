@@ -239,6 +239,14 @@ def page_of(ring, scales, slot, FORMAT: gl.constexpr):
         return page, page
 
 
+@gluon.jit
+def pass_over(full, empty, k_slot, v_slot, v_phase):
+    """In a consumer none of whose tokens chose the page: K is there, V is waited for."""
+    mbarrier.arrive(empty.index(k_slot), count=1)
+    mbarrier.wait(full.index(v_slot), v_phase)
+    mbarrier.arrive(empty.index(v_slot), count=1)
+
+
 def can_read(cache: KVCache) -> bool:
     """The copy engine can fetch the pool's pages as they lie, and no slot has a factor."""
     scales = (cache.k_scale, cache.v_scale)
